@@ -1,0 +1,152 @@
+"""Holds every knob of block parallelism, with its unit, its default and the reason for the default.
+
+Knows no torch and no megatron; `mcore/arguments.py` generates the command-line flags from the
+fields here and checks them against the rest of a run. Specified by tests/test_config.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+OBJECTIVES = ("none", "standard", "fast_dllm_v2")
+CLEAN_RULES = ("preset", "token_causal", "block_causal")
+STRATEGIES = ("native", "interval")
+WIRE_DTYPES = ("fp32", "model")
+
+PRESET = "preset"  # take the objective's own clean rule
+NOT_GIVEN = -1  # for ids and seeds, which are never negative
+
+
+def _knob(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class BlockParallelConfig:
+    """The knobs of one run.
+
+    Raises: ValueError that lists every problem of the values themselves.
+    """
+
+    block_parallel_size: int = _knob(
+        1,
+        "Number of ranks that share one sample by owning its blocks (ranks). They are the ranks of "
+        "the "
+        "context-parallel axis: the world is TP x PP x max(CP, BP) x DP. Equal to "
+        "--context-parallel-size: clean rows are sharded too; 1 context shard: they are "
+        "replicated. "
+        "Default 1: stock Megatron.",
+    )
+    block_size: int = _knob(
+        32, "Tokens of one block (tokens). Default 32, which released block-diffusion models use."
+    )
+    bdlm_objective: str = _knob(
+        "none",
+        "Training objective. Default none: plain next-token training, bit-identical to stock "
+        "Megatron.",
+        OBJECTIVES,
+    )
+    mask_token_id: int = _knob(
+        NOT_GIVEN,
+        "Token id that replaces a masked token (id). Required by every objective but none; there "
+        "is no "
+        "default, because a wrong id trains silently.",
+    )
+    clean_rule: str = _knob(
+        PRESET,
+        "Which clean tokens a clean token sees. Default preset: what the objective's authors use.",
+        CLEAN_RULES,
+    )
+    bp_attention_strategy: str = _knob(
+        "native",
+        "native: unmasked and causal launches of a vendor kernel, merged by log-sum-exp; interval: "
+        "one "
+        "masked launch. Default native: the speed of dense causal attention.",
+        STRATEGIES,
+    )
+    bp_attention_kernel: str = _knob(
+        "auto",
+        "Attention kernel by name. Default auto: the fastest one that this machine, dtype and head "
+        "size "
+        "allow; its name is printed.",
+    )
+    bp_grad_wire_dtype: str = _knob(
+        "fp32",
+        "Dtype of clean key/value gradients on the wire. Default fp32: sums over ranks lose "
+        "nothing; "
+        "model: the parameters' dtype, half the bytes in bf16.",
+        WIRE_DTYPES,
+    )
+    bp_loss_chunk_rows: int = _knob(
+        1024,
+        "Rows of logits that exist at a time in the loss (rows). Default 1024: large enough for "
+        "full "
+        "matrix-multiply speed, 1024 x vocabulary numbers of memory.",
+    )
+    bdlm_noise_seed: int = _knob(
+        NOT_GIVEN,
+        "Seed of the corruption noise. Default -1: the value of --seed, so one seed names a run.",
+    )
+    bp_prune_last_layer: bool = _knob(
+        True,
+        "In the last layer, compute keys and values only for clean rows, since no loss reads their "
+        "output. Default on: it changes no result.",
+    )
+
+    def __post_init__(self) -> None:
+        problems = self.problems()
+        if problems:
+            raise ValueError(list_problems(problems))
+
+    @property
+    def is_diffusion(self) -> bool:
+        """Whether a block-diffusion objective is trained (else Megatron runs as it is)."""
+        return self.bdlm_objective != "none"
+
+    def problems(self) -> list[str]:
+        """Returns one sentence for each problem of the values themselves."""
+        found = []
+        for knob in fields(self):
+            value = getattr(self, knob.name)
+            choices = knob.metadata["choices"]
+            if choices and value not in choices:
+                found.append(
+                    f"{flag(knob.name)} {value} is unknown; use one of {', '.join(choices)}"
+                )
+        for name in ("block_parallel_size", "block_size", "bp_loss_chunk_rows"):
+            value = getattr(self, name)
+            if value < 1:
+                found.append(
+                    f"{flag(name)} {value} must be at least 1; use {type(self).default(name)}"
+                )
+        if self.is_diffusion and self.mask_token_id < 0:
+            found.append(
+                f"--bdlm-objective {self.bdlm_objective} needs --mask-token-id, the id of the "
+                "tokenizer's mask token; a checkpoint converted with tools/convert_checkpoint.py "
+                "names "
+                "it in its flags file"
+            )
+        if not self.is_diffusion and self.block_parallel_size != 1:
+            found.append(
+                f"--block-parallel-size {self.block_parallel_size} needs a block-diffusion "
+                "objective; "
+                "use --bdlm-objective standard, or --block-parallel-size 1"
+            )
+        return found
+
+    @classmethod
+    def default(cls, name: str) -> Any:
+        """Returns the default of one knob."""
+        return next(knob.default for knob in fields(cls) if knob.name == name)
+
+
+def flag(name: str) -> str:
+    """Returns the command-line flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def list_problems(problems: list[str]) -> str:
+    """Returns the text of one error that reports all problems."""
+    count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
+    return f"{count} with the arguments:\n" + "\n".join(f"  - {problem}" for problem in problems)

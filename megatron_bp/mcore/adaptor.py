@@ -1,0 +1,159 @@
+"""Starts Megatron's `pretrain` with everything of this package in its place.
+
+The only file that knows the order of a run: flags, checks, Megatron's arguments, model, data,
+forward step. Specified by tests/mcore/test_pretrain_ar.py and tests/mcore/test_pretrain_bdlm.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_bp.config import BlockParallelConfig, list_problems
+from megatron_bp.mcore import arguments, cpu, refusals, versions
+
+
+def pretrain_bdlm() -> None:
+    """Runs one training job from the command line.
+
+    Raises: ValueError for arguments that cannot be met, RuntimeError for a Megatron without our
+    seams.
+    """
+    if not torch.cuda.is_available():
+        cpu.enable_cpu()
+    cpu.use_shipped_dataset_helpers()
+    versions.require_seams()
+    args, config = parse()
+
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import (
+        gpt_config_from_args,
+        pretrain_cfg_container_from_args,
+    )
+
+    model_config = gpt_config_from_args(args)
+    container = pretrain_cfg_container_from_args(args, model_config)
+    provider, forward_step = _parts(args, config, model_config)
+    # Every rank takes part in building the datasets.
+    provider.is_distributed = True  # type: ignore[attr-defined]
+    pretrain(
+        cfg_container=container,
+        train_valid_test_dataset_provider=provider,
+        model_type=ModelType.encoder_or_decoder,
+        forward_step_func=forward_step,
+    )
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def parse() -> tuple[argparse.Namespace, BlockParallelConfig]:
+    """Returns Megatron's arguments, validated and made global, and our knobs.
+
+    The steps of Megatron's own `parse_and_validate_args`, with ours around its validation.
+    """
+    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.checkpointing import load_args_from_checkpoint
+    from megatron.training.global_vars import get_tokenizer, set_global_variables
+    from megatron.training.utils import print_rank_0
+
+    args = parse_args(_add_arguments)
+    if args.use_checkpoint_args:
+        load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
+        load_args_from_checkpoint(args)
+    config = arguments.config_from_args(args)
+    arguments.prepare(args, config)
+    validate_args(args, {})
+    arguments.finish(args, config)
+    set_global_variables(args)
+    if config.is_diffusion:
+        refuse_after_start(args, get_tokenizer())
+    print_rank_0(arguments.banner(args, config))
+    return args, config
+
+
+def refuse_after_start(args: argparse.Namespace, tokenizer: Any) -> None:
+    """Returns if the tokenizer and the checkpoint fit the arguments.
+
+    Raises: ValueError that lists every problem.
+    """
+    problems = refusals.vocabulary_problems(
+        args.mask_token_id, vocabulary_size(args, tokenizer), special_ids(tokenizer)
+    )
+    if args.load is not None:
+        problems += refusals.resume_problems(args, saved_arguments(args.load))
+    if problems:
+        raise ValueError(list_problems(problems))
+
+
+def vocabulary_size(args: argparse.Namespace, tokenizer: Any) -> int:
+    """Returns the number of token ids without Megatron's padding."""
+    return int(args.vocab_size or tokenizer.vocab_size)
+
+
+def special_ids(tokenizer: Any) -> dict[str, int]:
+    """Returns the ids of the tokenizer's special tokens that are not a mask, by name."""
+    found = {}
+    for name in ("eod", "eos", "bos", "pad", "unk"):
+        try:
+            value = getattr(tokenizer, name)
+        except (AttributeError, NotImplementedError, KeyError, TypeError, IndexError):
+            continue  # each tokenizer library lacks other ones and says so in its own way
+        if isinstance(value, int) and value >= 0:
+            found[name] = value
+    return found
+
+
+def saved_arguments(folder: str) -> argparse.Namespace:
+    """Returns the arguments saved in the latest checkpoint under `folder`; empty if none."""
+    from megatron.core import dist_checkpointing
+    from megatron.training.checkpointing import (
+        get_checkpoint_name,
+        get_checkpoint_tracker_filename,
+        read_metadata,
+    )
+
+    try:
+        iteration, release = read_metadata(get_checkpoint_tracker_filename(folder))
+    except FileNotFoundError:
+        return argparse.Namespace()
+    path = get_checkpoint_name(folder, iteration, release, return_base_dir=True)
+    if not dist_checkpointing.check_is_distributed_checkpoint(path):
+        return argparse.Namespace()
+    saved = dist_checkpointing.load_common_state_dict(path).get("args")
+    return saved if isinstance(saved, argparse.Namespace) else argparse.Namespace()
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser = arguments.add_block_parallel_arguments(parser)
+    if not torch.cuda.is_available():
+        parser.set_defaults(**cpu.CPU_FLAG_DEFAULTS)
+    return parser
+
+
+def _parts(
+    args: argparse.Namespace, config: BlockParallelConfig, model_config: Any
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The dataset provider and forward step; changes `model_config` for a diffusion objective."""
+    from megatron.core import parallel_state
+    from megatron.training import get_tokenizer
+    from megatron.training.utils import is_first_or_last_pipeline_stage
+
+    from megatron_bp.mcore import dataset
+
+    def provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list[Any]:
+        def is_built_here() -> bool:
+            return (
+                parallel_state.get_tensor_model_parallel_rank() == 0
+                and is_first_or_last_pipeline_stage(vp_stage)
+            )
+
+        return dataset.build_datasets(args, get_tokenizer(), num_samples, is_built_here)
+
+    from megatron_bp.mcore.next_token import forward_step
+
+    return provider, forward_step
