@@ -1,0 +1,230 @@
+"""Context-sharded block-parallel attention: one autograd function for all modes and kernels.
+
+Owns the order of things: local launches run while the early slab travels, launches on the early
+slab while the late one does; backward runs the late slab's launches first and reduces it while the
+early ones compute. Knows no mask (layout/), no wire format (comm/) and no kernel.
+Letters: T local rows, Z samples, N query heads, M key/value heads, H head size, S key rows.
+Specified by tests/attention/test_block_parallel.py.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megatron_bp.attention.choose import AttentionKernel, choose_kernel
+from megatron_bp.attention.contract import (
+    IntervalKernel,
+    KernelNeed,
+    NativeKernel,
+    Strategy,
+    lse_dtype,
+)
+from megatron_bp.attention.interval import IntervalRun, interval_mask
+from megatron_bp.attention.native import KeyValue, NativeRun, Partial, Spaces
+from megatron_bp.comm.clean_kv import CleanGather, CleanReduce
+from megatron_bp.comm.groups import BlockGroups
+from megatron_bp.layout.decomposition import Launch, Phase
+from megatron_bp.layout.plan import RankPlan
+
+
+class GradWire(StrEnum):
+    """Dtype in which clean-K/V gradients travel; they are always accumulated in fp32 or fp64."""
+
+    FP32 = "fp32"  # fp32 (fp64 in fp64 runs): the sum over ranks is as exact as on one rank
+    MODEL = "model"  # the dtype of K and V: half the bytes for bf16
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How a layer computes. `corrupted_only` skips clean queries (a pruned last layer)."""
+
+    softmax_scale: float
+    strategy: Strategy = Strategy.NATIVE
+    kernel: str = "auto"
+    grad_wire: GradWire = GradWire.FP32
+    corrupted_only: bool = False
+    deterministic: bool = False
+
+
+def block_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: RankPlan, groups: BlockGroups, options: AttentionOptions
+) -> Tensor:
+    """Attention of this rank's rows over the whole sample, exact in value and gradient.
+
+    Shapes: q [T, Z, N, H], k and v [T, Z, M, H] in `plan.rows` order; the result is like q, or
+    [T - num_clean, Z, N, H] with `corrupted_only`. Padding rows give 0.
+    Raises: ValueError if shapes do not fit the plan, the groups do not fit the plan, or no kernel
+    can serve.
+    Source: Context-sharded block parallelism; decomposition and merge as in DESIGN.md.
+    """
+    _check(q, k, v, plan, groups)
+    device = q.device
+    arch = 0
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = 10 * major + minor
+    need = KernelNeed(
+        strategy=options.strategy,
+        device=device.type,
+        dtype=q.dtype,
+        head_size=q.shape[-1],
+        window=any(x.left >= 0 for x in plan.launches),
+        deterministic=options.deterministic,
+        arch=arch,
+    )
+    kernel = choose_kernel(options.kernel, need)
+    call = _Call(plan, groups, options, kernel)
+    return cast(Tensor, _BlockParallelAttention.apply(q, k, v, call))
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, plan: RankPlan, groups: BlockGroups) -> None:
+    rows = plan.rows.num_rows
+    if not (q.shape[0] == k.shape[0] == v.shape[0] == rows and k.shape == v.shape):
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must have the plan's "
+            f"{rows} rows first, and k and v the same shape."
+        )
+    if q.shape[1] != k.shape[1] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in samples and head size, and "
+            "the query heads be a multiple of the key heads."
+        )
+    request = plan.request
+    want = (request.num_ranks, request.num_clean_shards, plan.rank)
+    have = (groups.num_ranks, groups.num_clean_shards, groups.rank)
+    if want != have:
+        raise ValueError(
+            f"the plan is for (ranks, clean shards, rank) = {want} but the groups are {have}."
+        )
+
+
+@dataclass(frozen=True)
+class _Call:
+    plan: RankPlan
+    groups: BlockGroups
+    options: AttentionOptions
+    kernel: AttentionKernel
+
+    @property
+    def first_row(self) -> int:
+        return self.plan.rows.num_clean if self.options.corrupted_only else 0
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        plan = self.plan
+        return plan.corrupted_launches if self.options.corrupted_only else plan.launches
+
+    def native(self) -> NativeRun:
+        kernel = cast(NativeKernel, self.kernel)
+        return NativeRun(kernel, self.options.softmax_scale, self.first_row)
+
+    def interval(self, device: torch.device) -> IntervalRun:
+        mask = interval_mask(self.plan, self.first_row, device)
+        return IntervalRun(cast(IntervalKernel, self.kernel), self.options.softmax_scale, mask)
+
+
+class _BlockParallelAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
+        clean = call.plan.rows.num_clean
+        gather = CleanGather(k[:clean], v[:clean], call.plan.exchange, call.groups.clean_shards)
+        own = _own_keys(k[clean:], v[clean:], call)
+        packed = gather.buffer_SZ2MH
+        keys: Spaces = (KeyValue(packed[:, :, 0], packed[:, :, 1]), own)
+        rows = q[call.first_row :]
+        if call.options.strategy is Strategy.INTERVAL:
+            gather.wait(Phase.LATE)
+            partial = call.interval(q.device).forward(rows, keys)
+        else:
+            wide = lse_dtype(q.dtype)
+            partial = Partial(
+                torch.zeros(rows.shape, dtype=wide, device=q.device),
+                torch.full(rows.shape[:-1], float("-inf"), dtype=wide, device=q.device),
+            )
+            run = call.native()
+            for phase in Phase:
+                gather.wait(phase)
+                launches = [x for x in call.launches if x.ready == phase]
+                run.forward(launches, rows, keys, partial)
+        out = partial.out.to(q.dtype)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, packed, own.k, own.v, out, partial.lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        (dout,) = grad_outputs
+        call: _Call = ctx.call
+        q, k, v, packed, own_k, own_v, out, lse = ctx.saved_tensors
+        plan, clean = call.plan, call.plan.rows.num_clean
+        wire = k.dtype if call.options.grad_wire is GradWire.MODEL else lse_dtype(k.dtype)
+        reduce = CleanReduce(packed, plan.exchange, call.groups.clean_shards, wire)
+        dpacked = reduce.grad_SZ2MH
+        wide = dpacked.dtype
+        dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+        down = KeyValue(torch.zeros_like(own_k, dtype=wide), torch.zeros_like(own_v, dtype=wide))
+        saved = (
+            q[call.first_row :],
+            (KeyValue(packed[:, :, 0], packed[:, :, 1]), KeyValue(own_k, own_v)),
+            Partial(out, lse),
+        )
+        grads = (
+            dq[call.first_row :],
+            (KeyValue(dpacked[:, :, 0], dpacked[:, :, 1]), down),
+        )
+        if call.options.strategy is Strategy.INTERVAL:
+            call.interval(q.device).backward(dout, saved, grads)
+        for phase in reversed(Phase):
+            if call.options.strategy is Strategy.NATIVE:
+                launches = [x for x in reversed(call.launches) if x.slab == phase]
+                call.native().backward(launches, dout, saved, grads)
+            if phase is not Phase.LOCAL:
+                reduce.start(phase)
+        dk_clean, dv_clean = reduce.finish(clean)
+        dk_own, dv_own = _own_grads(down, k[clean:], call, wire)
+        dk = torch.cat([dk_clean, dk_own]).to(k.dtype)
+        dv = torch.cat([dv_clean, dv_own]).to(v.dtype)
+        return dq.to(q.dtype), dk, dv, None
+
+
+def _views(x: Tensor, call: _Call) -> tuple[Tensor, ...]:
+    """The local corrupted rows of each view, without trailing padding rows."""
+    views = call.plan.request.num_views
+    rows = sum(call.plan.owners.corrupted.slab_lengths)
+    return x[: views * rows].unflatten(0, (views, rows)).unbind(0)
+
+
+def _own_keys(k: Tensor, v: Tensor, call: _Call) -> KeyValue:
+    """Corrupted keys: the local ones; gathered from all ranks in the context-parallel baseline."""
+    if not call.plan.request.gather_corrupted:
+        return KeyValue(k, v)
+    buffers = []
+    for k_view, v_view in zip(_views(k, call), _views(v, call), strict=True):
+        gather = CleanGather(k_view, v_view, call.plan.own_exchange, call.groups.context)
+        gather.wait(Phase.LATE)
+        buffers.append(gather.buffer_SZ2MH)
+    packed = torch.cat(buffers)
+    return KeyValue(packed[:, :, 0], packed[:, :, 1])
+
+
+def _own_grads(down: KeyValue, like: Tensor, call: _Call, wire: torch.dtype) -> KeyValue:
+    """Gradients of the local corrupted rows; reduced over all ranks in the baseline."""
+    if not call.plan.request.gather_corrupted:
+        return down
+    exchange = call.plan.own_exchange
+    total = KeyValue(
+        torch.zeros_like(like, dtype=down.k.dtype), torch.zeros_like(like, dtype=down.k.dtype)
+    )
+    targets = [_views(part, call) for part in total]
+    packed = torch.stack([down.k, down.v], dim=2)
+    for view, grad in enumerate(packed.chunk(call.plan.request.num_views)):
+        reduce = CleanReduce(grad, exchange, call.groups.context, wire)
+        reduce.grad_SZ2MH.copy_(grad)
+        for phase in (Phase.LATE, Phase.EARLY):
+            reduce.start(phase)
+        for target, part in zip(targets, reduce.finish(len(targets[0][view])), strict=True):
+            target[view].copy_(part)
+    return total
