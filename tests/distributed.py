@@ -1,7 +1,7 @@
 """Launches a function on N gloo processes of this machine and brings back what each rank returned.
 
-Owns process start, rendezvous, timeout and error transport for tests; knows nothing of what the tests
-compute. Specified by the tests that call `run_distributed`.
+Owns process start, rendezvous, timeout and error transport for tests; knows nothing of what the
+tests compute. Specified by the tests that call `run_distributed`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ def run_distributed(
 ) -> list[Any]:
     """Returns `[fn(rank, world_size, *args) for rank in range(world_size)]`, one process a rank.
 
-    The default process group (gloo) is initialised before `fn` and destroyed after it. `fn` must be a
-    module-level function; the child loads its file by path, so it works whatever pytest calls the test
-    module. Arguments and results must be picklable (tensors on CPU are).
+    The default process group (gloo) is initialised before `fn` and destroyed after it. `fn` must be
+    a module-level function; the child loads its file by path, so it works whatever pytest calls the
+    test module. Arguments and results must be picklable (tensors on CPU are).
 
-    Units: `timeout` in seconds, for the whole launch; a collective gets three quarters of it, so that
-    one that hangs is reported with its line.
-    Raises: RuntimeError with the traceback of the rank that failed first (a collective that timed out
-    is such a failure); TimeoutError when nothing failed but a rank did not end.
+    Units: `timeout` in seconds, for the whole launch; a collective gets three quarters of it, so
+    that one that hangs is reported with its line.
+    Raises: RuntimeError with the traceback of the rank that failed first (a collective that timed
+    out is such a failure); TimeoutError when nothing failed but a rank did not end.
     """
     source = inspect.getsourcefile(fn)
-    assert source is not None and "." not in fn.__qualname__, f"{fn} is not a module-level function"
+    assert source is not None, f"{fn} has no source file"
+    assert "." not in fn.__qualname__, f"{fn} is not a module-level function"
     with tempfile.TemporaryDirectory(prefix="run_distributed_") as folder:
         context = mp.spawn(
             _child,
@@ -108,7 +109,8 @@ def _load(source: str, module_name: str) -> Any:
         return sys.modules[module_name]
     name = "__spawned_main__" if module_name == "__main__" else module_name
     spec = importlib.util.spec_from_file_location(name, source)
-    assert spec is not None and spec.loader is not None, f"cannot load {source}"
+    assert spec is not None, f"cannot load {source}"
+    assert spec.loader is not None, f"cannot load {source}"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
