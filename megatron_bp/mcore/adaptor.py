@@ -7,6 +7,7 @@ forward step. Specified by tests/mcore/test_pretrain_ar.py and tests/mcore/test_
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -145,15 +146,48 @@ def _parts(
 
     from megatron_bp.mcore import dataset
 
-    def provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list[Any]:
-        def is_built_here() -> bool:
-            return (
-                parallel_state.get_tensor_model_parallel_rank() == 0
-                and is_first_or_last_pipeline_stage(vp_stage)
-            )
+    tokenizer = get_tokenizer()
+    # Packed documents shape the layout, so every pipeline stage must see the sample's tokens.
+    on_every_stage = config.is_diffusion and args.reset_attention_mask
 
-        return dataset.build_datasets(args, get_tokenizer(), num_samples, is_built_here)
+    def is_built_here(vp_stage: int | None) -> bool:
+        return parallel_state.get_tensor_model_parallel_rank() == 0 and bool(
+            on_every_stage or is_first_or_last_pipeline_stage(vp_stage)
+        )
 
-    from megatron_bp.mcore.next_token import forward_step
+    if not config.is_diffusion:
+        from megatron_bp.mcore.next_token import forward_step
 
-    return provider, forward_step
+        def clean(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list[Any]:
+            here = functools.partial(is_built_here, vp_stage)
+            return dataset.build_datasets(args, tokenizer, num_samples, here)
+
+        return clean, forward_step
+
+    from megatron_bp.mcore.forward_step import DiffusionForwardStep
+    from megatron_bp.mcore.model import use_block_diffusion
+
+    use_block_diffusion(model_config)
+    rules = corruption_rules(args, config, tokenizer)
+
+    def corrupted(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list[Any]:
+        here = functools.partial(is_built_here, vp_stage)
+        return dataset.build_corrupted_datasets(args, tokenizer, num_samples, here, rules)
+
+    return corrupted, DiffusionForwardStep(args, config, rules, vocabulary_size(args, tokenizer))
+
+
+def corruption_rules(args: argparse.Namespace, config: BlockParallelConfig, tokenizer: Any) -> Any:
+    """Returns the rules by which this run corrupts its samples."""
+    from megatron_bp.mcore.dataset import CorruptionRules
+    from megatron_bp.objectives.objective import make_objective
+
+    return CorruptionRules(
+        objective=make_objective(config.bdlm_objective, clean_rule=config.clean_rule),
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+        noise_seed=args.bdlm_noise_seed,
+        end_of_document=int(tokenizer.eod),
+        split_documents=args.reset_attention_mask,
+        end_is_target=not args.eod_mask_loss,
+    )

@@ -225,7 +225,7 @@ def _patch_norm() -> None:
             parameter.sequence_parallel = config.sequence_parallel
         return norm
 
-    WrappedTorchNorm.__new__ = build_marked  # type: ignore[method-assign,assignment]
+    WrappedTorchNorm.__new__ = build_marked
 
 
 def _patch_expert_splits() -> None:

@@ -1,0 +1,102 @@
+"""Carries a batch's layout through Megatron's model in the place of packed-sequence parameters.
+
+Megatron hands `packed_seq_params` to every layer and to the rotary embedding and reads only its
+base fields, so a subclass reaches our attention untouched. Tensors are made once for each layout.
+Knows no data and no model. Specified by tests/mcore/test_carrier.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_bp.attention.block_parallel import AttentionOptions
+from megatron_bp.comm.groups import BlockGroups
+from megatron_bp.layout.plan import PlanRequest, RankPlan, make_plan
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """One rank's rows of a batch shape, on the device that computes them.
+
+    `prune` says that the last layer gives its output for corrupted rows only.
+    Shapes: `position`, `token_index` int64 [T], `is_padding` bool [T], `target_index` int64
+    [num_corrupted]. Indices point into the streams [clean ; view 0 ; view 1 ...] of L tokens each
+    (`token_index`) and into the views alone (`target_index`); 0 for padding rows.
+    """
+
+    plan: RankPlan
+    groups: BlockGroups
+    options: AttentionOptions
+    prune: bool
+    position: Tensor
+    token_index: Tensor
+    target_index: Tensor
+    is_padding: Tensor
+
+    @property
+    def num_corrupted(self) -> int:
+        """Local rows from the first corrupted row on, padding included."""
+        return self.plan.rows.num_corrupted
+
+    def moe_ignores(self) -> Tensor:
+        """Rows that the statistics of a mixture of experts must not count, bool [T].
+
+        Padding, and clean rows that another rank of the context group counts already.
+        """
+        ignored = self.is_padding.clone()
+        if self.groups.clean_replica > 0:
+            ignored[: self.plan.rows.num_clean] = True
+        return ignored
+
+
+def make_layout(
+    request: PlanRequest,
+    groups: BlockGroups,
+    options: AttentionOptions,
+    prune: bool,
+    device: torch.device,
+) -> Layout:
+    """Returns this rank's layout for a batch shape."""
+    plan = make_plan(request, groups.rank)
+    rows = plan.rows
+    is_padding = rows.position < 0
+    position = np.where(is_padding, 0, rows.position)
+    token_index = np.where(is_padding, 0, rows.stream * request.length + position)
+    target_index = np.where(is_padding, 0, token_index - request.length)[rows.num_clean :]
+
+    def on_device(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device)
+
+    return Layout(
+        plan=plan,
+        groups=groups,
+        options=options,
+        # The corrupted rows alone must split over the tensor-parallel ranks as all rows do.
+        prune=prune and rows.num_corrupted % request.row_multiple == 0,
+        position=on_device(position),
+        token_index=on_device(token_index),
+        target_index=on_device(target_index),
+        is_padding=on_device(is_padding),
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class BlockParams(PackedSeqParams):
+    """The carrier: packed-sequence parameters that hold a layout.
+
+    `qkv_format` is sbhd, so that attention keeps its unpacked path, and `cp_group` stays None:
+    another value would re-point Transformer Engine's context group.
+    """
+
+    layout: Layout
+
+
+def make_params(layout: Layout) -> BlockParams:
+    """Returns the carrier of a layout."""
+    length = layout.plan.request.length
+    return BlockParams(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, layout=layout)

@@ -1,0 +1,100 @@
+"""Fills Megatron's `core_attention` slot: hands Q, K and V to block-parallel attention.
+
+An adapter without parameters: it knows Megatron's constructor and forward signatures and which
+window a layer has, and nothing of how attention is computed. Specified by
+tests/mcore/test_core_attention.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from megatron_bp.attention.block_parallel import block_parallel_attention
+from megatron_bp.layout.plan import with_window
+from megatron_bp.mcore.carrier import BlockParams
+
+
+class BlockParallelAttention(MegatronModule):
+    """Attention of a block-diffusion batch; a batch without our carrier goes to `stock`.
+
+    Shapes: q [T, Z, N, H], k and v [T, Z, M, H] -> [T, Z, N * H] (Z micro-batch size); in a pruned
+    last layer the output has the corrupted rows only.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        *,
+        stock: Callable[..., Any],
+        softmax_scale: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.window = layer_window(config, layer_number)
+        self.is_last_layer = layer_number == config.num_layers
+        self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self._build_stock = lambda: stock(
+            config,
+            layer_number,
+            attn_mask_type,
+            attention_type,
+            softmax_scale=softmax_scale,
+            **kwargs,
+        )
+        # In a tuple, and not a submodule: checkpoint keys stay those of the stock model.
+        self._stock: tuple[Any, ...] = ()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Returns the attention output in Megatron's layout."""
+        if not isinstance(packed_seq_params, BlockParams):
+            if not self._stock:
+                self._stock = (self._build_stock(),)
+            return self._stock[0](
+                query,
+                key,
+                value,
+                attention_mask,
+                attn_mask_type=attn_mask_type,
+                attention_bias=attention_bias,
+                packed_seq_params=packed_seq_params,
+            )
+        layout = packed_seq_params.layout
+        options = replace(
+            layout.options,
+            softmax_scale=self.softmax_scale,
+            corrupted_only=layout.prune and self.is_last_layer,
+        )
+        plan = with_window(layout.plan, self.window)
+        output = block_parallel_attention(query, key, value, plan, layout.groups, options)
+        return output.reshape(*output.shape[:2], -1)
+
+
+def layer_window(config: Any, layer_number: int) -> int:
+    """Returns the window of a layer in keys, the row's own included; 0 for none.
+
+    Megatron's window_size is (keys to the left of the row, keys to the right); -1 is unbounded.
+    """
+    if not is_layer_window_attention(
+        config.window_size, config.window_attn_skip_freq, layer_number
+    ):
+        return 0
+    left = int(config.window_size[0])
+    return 0 if left < 0 else left + 1

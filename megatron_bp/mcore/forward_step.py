@@ -1,0 +1,236 @@
+"""The forward step of a block-diffusion objective: batch, model, loss of the target rows.
+
+The head sees target rows only, and the loss is divided by a whole-sample count that every rank
+knows, never by a rank's own count: that would make the gradient depend on the layout. Specified by
+tests/mcore/test_forward_step.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_timers
+from megatron.training.utils import is_first_or_last_pipeline_stage
+from torch import Tensor
+
+from megatron_bp.attention.block_parallel import AttentionOptions, GradWire
+from megatron_bp.attention.contract import Strategy
+from megatron_bp.config import BlockParallelConfig
+from megatron_bp.layout.plan import PlanRequest
+from megatron_bp.mcore.batch import Batch, LayoutSource, Targets, receive_batch
+from megatron_bp.mcore.carrier import Layout, make_layout, make_params
+from megatron_bp.mcore.dataset import CorruptionRules, Sample
+from megatron_bp.mcore.model import local_row_mask
+from megatron_bp.mcore.parallel_state import make_block_groups
+from megatron_bp.objectives.loss import LOCAL, LossOptions, linear_cross_entropy
+
+
+@dataclass(frozen=True, eq=False)
+class TargetHead:
+    """What the output processor needs: which rows are targets, and how the loss is computed."""
+
+    layout: Layout
+    targets: Targets
+    num_valid_vocab: int
+    excluded_id: int
+    chunk_rows: int
+
+
+def target_losses(
+    *, hidden_states: Tensor, output_layer: Any, output_weight: Any, context: Any, **_: Any
+) -> Tensor:
+    """Returns the cross-entropy of each target row [R] (GPTModel's output processor).
+
+    R may be 0; the result then still hangs on the graph, so that every rank takes part in backward.
+    """
+    head: TargetHead = context
+    group = parallel_state.get_tensor_model_parallel_group()
+    if output_layer.sequence_parallel:
+        # linear_cross_entropy sums the gradient over the group itself: the way back is a plain
+        # split.
+        hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
+            hidden_states, tensor_parallel_output_grad=False
+        )
+    weight = output_layer.weight if output_weight is None else output_weight
+    corrupted = hidden_states[-head.layout.num_corrupted :]
+    options = LossOptions(
+        vocab_start=group.rank() * len(weight),
+        num_valid_vocab=head.num_valid_vocab,
+        excluded_id=head.excluded_id,
+        chunk_rows=head.chunk_rows,
+    )
+    return linear_cross_entropy(
+        corrupted[head.targets.is_target].to(weight.dtype),
+        weight,
+        head.targets.labels[head.targets.is_target],
+        options=options,
+        group=group if group.size() > 1 else LOCAL,
+    )
+
+
+class DiffusionForwardStep:
+    """Megatron's forward step for one run; call it with a data iterator and a model chunk."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: BlockParallelConfig,
+        rules: CorruptionRules,
+        num_valid_vocab: int,
+    ) -> None:
+        self.args, self.config, self.rules = args, config, rules
+        self.num_valid_vocab = num_valid_vocab
+        self._step_end = time.perf_counter()
+        self._was_training = False
+
+    def __call__(self, data_iterator: Iterator[Sample], model: Any) -> tuple[Tensor, partial[Any]]:
+        """Returns the model's output and the function that makes a loss of it."""
+        training = model.training
+        if training != self._was_training:  # time outside of training is not a step's
+            self._step_end, self._was_training = time.perf_counter(), training
+        timers = get_timers()
+        vp_stage = get_attr_wrapped_model(model, "vp_stage")
+        if not is_first_or_last_pipeline_stage(vp_stage) and not self.rules.split_documents:
+            params = make_params(self.layouts.common)
+            mask = self._row_mask(self.layouts.common, self._micro_batch_size(training), vp_stage)
+            return model(None, None, None, packed_seq_params=params, **mask), partial(_no_loss)
+        timers("batch-generator", log_level=2).start()
+        batch = self._receive(data_iterator, training)
+        layout = self.layouts.of(batch)
+        timers("batch-generator").stop()
+        targets = batch.targets(layout)
+        output = model(
+            batch.tokens(layout),
+            layout.position.expand(len(batch.streams), -1),
+            None,
+            packed_seq_params=make_params(layout),
+            output_processor=target_losses,
+            output_processor_context=TargetHead(
+                layout,
+                targets,
+                self.num_valid_vocab,
+                self.rules.mask_token_id if self.rules.objective.exclude_mask_logit else -1,
+                self.config.bp_loss_chunk_rows,
+            ),
+            **self._row_mask(layout, len(batch.streams), vp_stage),
+        )
+        return output, partial(self._loss, targets, training)
+
+    @cached_property
+    def layouts(self) -> LayoutSource:
+        """The layouts of this run; Megatron's process groups must exist."""
+        args, objective = self.args, self.rules.objective
+        groups = make_block_groups()
+        request = PlanRequest(
+            length=args.seq_length,
+            block_size=self.rules.block_size,
+            num_ranks=groups.num_ranks,
+            num_clean_shards=groups.num_clean_shards,
+            num_views=objective.num_views,
+            clean_rule=objective.clean_rule,
+            corrupted_rule=objective.corrupted_rule,
+            # One block-parallel rank and several context ranks: the conventional baseline, where
+            # corrupted keys travel as well.
+            gather_corrupted=groups.num_ranks > 1 and self.config.block_parallel_size == 1,
+            row_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        )
+        options = AttentionOptions(
+            softmax_scale=1.0,  # each layer puts its own
+            strategy=Strategy(self.config.bp_attention_strategy),
+            kernel=self.config.bp_attention_kernel,
+            grad_wire=GradWire(self.config.bp_grad_wire_dtype),
+            deterministic=args.deterministic_mode,
+        )
+        common = make_layout(request, groups, options, self.config.bp_prune_last_layer, _device())
+        return LayoutSource(common, self.rules)
+
+    def _receive(self, samples: Iterator[Sample], training: bool) -> Batch:
+        return receive_batch(
+            samples,
+            (
+                self._micro_batch_size(training),
+                self.rules.objective.num_views,
+                self.args.seq_length,
+            ),
+            _device(),
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_tensor_model_parallel_src_rank(),
+        )
+
+    def _micro_batch_size(self, training: bool) -> int:
+        args = self.args
+        return int(args.micro_batch_size if training else args.eval_micro_batch_size)
+
+    def _row_mask(self, layout: Layout, num_samples: int, vp_stage: Any) -> dict[str, Tensor]:
+        """Rows that expert statistics skip, if there are experts."""
+        if not self.args.num_experts:
+            return {}
+        # The first stage deals the mask over tensor-parallel ranks together with the embedding.
+        is_first = parallel_state.is_pipeline_first_stage(
+            ignore_virtual=vp_stage is None, vp_stage=vp_stage
+        )
+        dealt = self.args.sequence_parallel and not is_first
+        return {"padding_mask": local_row_mask(layout.moe_ignores(), num_samples, dealt)}
+
+    def _loss(self, targets: Targets, training: bool, losses_R: Tensor) -> tuple[Any, ...]:
+        """Returns what Megatron's schedules take: (loss, report), or (sum, count, report).
+
+        loss = mean over samples of sum over rows (weight * cross-entropy) / max(normalizer, 1)
+        is this rank's part of it; Megatron's factors (times P, then averaged over data and context
+        ranks) make it the sum over the context group and the mean over data ranks.
+        """
+        weighted = losses_R.double() * targets.weights[targets.is_target]
+        num_samples = len(targets.normalizer)
+        per_token = self.args.calculate_per_token_loss
+        if per_token:
+            loss, count = weighted.sum(), targets.num_counted.double()
+        else:
+            normalizer = targets.normalizer.clamp(min=1).expand_as(targets.weights)
+            loss = (weighted / normalizer[targets.is_target]).sum() / num_samples
+            count = torch.ones_like(targets.normalizer[0]) / self.layouts.common.groups.num_ranks
+        if self.args.check_for_nan_in_loss_and_grad:
+            _refuse_not_finite(loss)
+        report = {"bdlm loss": torch.stack([loss.detach(), count])}
+        if training:
+            report["masked fraction"] = torch.stack(
+                [targets.is_target.sum().double(), targets.num_rows.double()]
+            )
+            report["tokens per second"] = self._throughput(num_samples, loss.device)
+        if per_token:
+            return loss, targets.num_counted.to(torch.int), report
+        return loss, report
+
+    def _throughput(self, num_samples: int, device: torch.device) -> Tensor:
+        """(Clean tokens of all data ranks, seconds) since the last micro-batch."""
+        now = time.perf_counter()
+        seconds, self._step_end = now - self._step_end, now
+        tokens = num_samples * self.args.seq_length * self.args.data_parallel_size
+        return torch.tensor([tokens, seconds], dtype=torch.float64, device=device)
+
+
+def _refuse_not_finite(loss: Tensor) -> None:
+    for rejected, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+        get_rerun_state_machine().validate_result(
+            result=loss,
+            rejection_func=rejected,
+            message=f"found {what} in local forward loss calculation",
+            tolerance=0.0,
+            fatal=True,
+        )
+
+
+def _no_loss(output: Tensor) -> tuple[Tensor, ...]:
+    raise AssertionError("a middle pipeline stage has no loss")
+
+
+def _device() -> torch.device:
+    return torch.device(torch.cuda.current_device())
