@@ -17,7 +17,7 @@ draw_ownership = importlib.import_module("draw_ownership")
 
 @pytest.mark.parametrize("rank", range(draw_ownership.RANKS))
 def test_the_drawn_view_of_a_block_is_the_method(rank: int) -> None:
-    """Clean rows: the clean blocks before and half of their own; corrupted rows: before, and own."""
+    """Clean rows see clean blocks before, half of their own; corrupted rows before, and own."""
     plan = draw_ownership.make_plan(draw_ownership.REQUEST, rank)
     size = draw_ownership.BLOCK
     owned = plan.owners.blocks_of(rank).tolist()
