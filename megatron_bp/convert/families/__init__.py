@@ -1,0 +1,32 @@
+"""Model families as tables: which Hugging Face tensors make up which Megatron tensor.
+
+A new dense family is one file with an entry table and a config reader, listed in `FAMILIES` below.
+Specified by tests/convert/test_families.py and the golden key lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_bp.convert.families.base import Family, ModelShape
+from megatron_bp.convert.families.llama import LLAMA
+from megatron_bp.convert.families.qwen3 import QWEN3
+
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3)
+
+
+def read_model(config: Mapping[str, Any]) -> tuple[Family, ModelShape]:
+    """Returns the family and the shape that a Hugging Face `config.json` describes.
+
+    Raises: ValueError for an unknown model_type, or listing every setting that cannot be converted.
+    """
+    model_type = config.get("model_type")
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family, family.read_shape(config)
+    known = ", ".join(name for family in FAMILIES for name in family.model_types)
+    raise ValueError(
+        f"config.json has model_type={model_type!r}; the converter knows {known}. "
+        f"A dense model with Llama's tensor names can be converted with model_type 'llama'."
+    )

@@ -1,0 +1,187 @@
+"""The types of a family table and the config reading that dense families share.
+
+Knows Hugging Face config names (transformers 4 and 5 spellings); knows no tensor files and no
+Megatron arguments. Specified by tests/convert/test_families.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_bp.convert.rules import RowRule
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What a dense decoder-only model needs to be built, in neutral names.
+
+    `rope_scaling_factor` 0.0 means no scaling; otherwise Llama 3.1's rule with that factor.
+    """
+
+    family: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_groups: int
+    head_size: int
+    vocab_size: int
+    max_positions: int
+    norm_epsilon: float
+    rope_base: int
+    rope_scaling_factor: float
+    qk_norm: bool
+    tied: bool
+
+    def dims(self) -> dict[str, int]:
+        """Returns the sizes that entry tables name."""
+        return {
+            "hidden": self.hidden_size,
+            "ffn": self.ffn_size,
+            "query": self.num_heads * self.head_size,
+            "key": self.num_groups * self.head_size,
+            "head": self.head_size,
+            "vocab": self.vocab_size,
+        }
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Hugging Face tensor and its shape, in the names of `ModelShape.dims`."""
+
+    name: str
+    shape: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One Megatron tensor made of the rows of some Hugging Face tensors by `rule`."""
+
+    target: str
+    sources: tuple[Source, ...]
+    rule: RowRule
+
+
+@dataclass(frozen=True)
+class Family:
+    """A table of entries. `layer` names are relative to one layer, the others are whole names.
+
+    `extra_states` and `layer_extra_states` list the modules whose `_extra_state` object Megatron's
+    Transformer Engine or local layer spec asks for when it loads.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    top: tuple[Entry, ...]
+    head: Entry
+    layer: tuple[Entry, ...]
+    extra_states: tuple[str, ...]
+    layer_extra_states: tuple[str, ...]
+    read_shape: Callable[[Mapping[str, Any]], ModelShape]
+
+
+def read_dense_shape(
+    config: Mapping[str, Any], *, family: str, qk_norm: bool, refuse_bias: tuple[str, ...]
+) -> ModelShape:
+    """Returns the shape of a Llama-like config.
+
+    Raises: ValueError that lists every missing key and every setting without a Megatron
+    counterpart.
+    """
+    problems: list[str] = []
+
+    def size(name: str) -> int:
+        value = config.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            problems.append(f"{name}={value!r} must be a positive integer")
+            return 1
+        return value
+
+    num_heads = size("num_attention_heads")
+    hidden_size = size("hidden_size")
+    if config.get("head_dim") is None and hidden_size % num_heads:
+        problems.append(f"hidden_size={hidden_size} is not a multiple of {num_heads} heads")
+    head_size = config.get("head_dim") or hidden_size // num_heads
+    num_groups = config.get("num_key_value_heads") or num_heads
+    if num_heads % num_groups:
+        problems.append(f"num_key_value_heads={num_groups} does not divide {num_heads} heads")
+    rope_base, factor = _read_rope(config, problems)
+    problems += _unsupported(config, refuse_bias)
+    shape = ModelShape(
+        family=family,
+        num_layers=size("num_hidden_layers"),
+        hidden_size=hidden_size,
+        ffn_size=size("intermediate_size"),
+        num_heads=num_heads,
+        num_groups=num_groups,
+        head_size=head_size,
+        vocab_size=size("vocab_size"),
+        max_positions=size("max_position_embeddings"),
+        norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
+        rope_base=rope_base,
+        rope_scaling_factor=factor,
+        qk_norm=qk_norm,
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
+    if problems:
+        raise ValueError("config.json cannot be converted:\n  " + "\n  ".join(problems))
+    return shape
+
+
+_LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _read_rope(config: Mapping[str, Any], problems: list[str]) -> tuple[int, float]:
+    scaling = dict(config.get("rope_scaling") or {})
+    scaling |= dict(config.get("rope_parameters") or {})
+    base = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
+    if not isinstance(base, int | float) or base != int(base):
+        problems.append(f"rope_theta={base!r} must be a whole number (--rotary-base is an integer)")
+        base = 10000
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind in ("default", None):
+        return int(base), 0.0
+    if kind != "llama3":
+        problems.append(
+            f"rope_type={kind!r} has no counterpart in Megatron's GPTModel flags; "
+            f"'default' and 'llama3' can be converted"
+        )
+        return int(base), 0.0
+    for name, value in _LLAMA3_ROPE.items():
+        if scaling.get(name) != value:
+            problems.append(
+                f"rope scaling {name}={scaling.get(name)!r} differs from {value}, "
+                f"which Megatron's --use-rope-scaling has built in"
+            )
+    return int(base), float(scaling.get("factor", 0.0))
+
+
+def _unsupported(config: Mapping[str, Any], refuse_bias: tuple[str, ...]) -> list[str]:
+    problems = [
+        f"{name}=true: projection biases are not supported; only models without them convert"
+        for name in refuse_bias
+        if config.get(name)
+    ]
+    activation = config.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        problems.append(f"hidden_act={activation!r} must be 'silu' (--swiglu)")
+    partial = (config.get("rope_parameters") or {}).get(
+        "partial_rotary_factor", config.get("partial_rotary_factor", 1.0)
+    )
+    if partial != 1.0:
+        problems.append(f"partial_rotary_factor={partial} must be 1.0")
+    layer_types = config.get("layer_types") or ()
+    uses_window = config.get("use_sliding_window", config.get("model_type") == "mistral")
+    if any(kind != "full_attention" for kind in layer_types):
+        problems.append("layer_types must all be 'full_attention'")
+    elif not layer_types and uses_window and config.get("sliding_window"):
+        problems.append(f"sliding_window={config['sliding_window']} must be null (full attention)")
+    if config.get("quantization_config"):
+        problems.append("quantization_config is set: convert the unquantised weights")
+    return problems

@@ -1,0 +1,66 @@
+"""Specifies megatron_bp/convert/rules.py: row rules are bijections that can be cut anywhere."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_bp.convert.rules import (
+    Piece,
+    check_bijection,
+    clip,
+    concat_rows,
+    interleave_groups,
+    target_rows,
+)
+
+SIZES = st.tuples(st.integers(1, 5), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.data())
+
+
+@given(SIZES)
+def test_rules_use_every_row_once_and_cut_anywhere(sizes: tuple[int, list[int], st.DataObject]):
+    groups, parts, data = sizes
+    rows = [part * groups for part in parts]
+    for rule in (concat_rows, interleave_groups):
+        pieces = rule(rows, groups)
+        check_bijection(pieces, rows)
+        total = target_rows(pieces)
+        assert total == sum(rows)
+        cut = data.draw(st.integers(0, total))
+        halves = [*clip(pieces, 0, cut), *clip(pieces, cut, total)]
+        assert _rows(halves) == _rows(pieces)
+
+
+def test_interleave_groups_puts_queries_before_their_key_and_value():
+    # 2 groups; 4 query rows, 2 key rows, 2 value rows: q0 q1 k0 v0 | q2 q3 k1 v1
+    pieces = interleave_groups([4, 2, 2], 2)
+    assert [(row[0], row[1]) for row in _rows(pieces)] == [
+        (0, 0), (0, 1), (1, 0), (2, 0), (0, 2), (0, 3), (1, 1), (2, 1),
+    ]  # fmt: skip
+
+
+def test_interleave_groups_refuses_rows_that_do_not_divide():
+    with pytest.raises(ValueError, match="5 rows do not divide into num_groups=2"):
+        interleave_groups([4, 5], 2)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (Piece(0, 0, 0, 2),),  # row 2 unused
+        (Piece(0, 0, 0, 2), Piece(0, 1, 2, 2)),  # row 1 twice
+        (Piece(0, 0, 0, 2), Piece(0, 2, 3, 1)),  # hole in the target
+    ],
+)
+def test_check_bijection_finds_rows_left_out_or_used_twice(pieces: tuple[Piece, ...]):
+    with pytest.raises(AssertionError):
+        check_bijection(pieces, [3])
+
+
+def _rows(pieces) -> list[tuple[int, int, int]]:
+    return [
+        (piece.source, piece.source_lo + i, piece.target_lo + i)
+        for piece in pieces
+        for i in range(piece.rows)
+    ]
