@@ -68,7 +68,10 @@ def extract(gguf_path: Path, folder: Path, dtype: str, record: dict[str, Any]) -
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     mode = (folder / "config.json").stat().st_mode
     (folder / "model.safetensors").chmod(mode)  # safetensors writes a private file
-    origin = record | {"license": fields.get("general.license", "unknown")}
+    origin = record | {
+        "license": fields.get("general.license", "unknown"),
+        "weights_sha256": sha256_of(folder / "model.safetensors"),
+    }
     write_json(folder / "extraction.json", origin)
 
 
@@ -77,7 +80,17 @@ def is_reusable(out: Path, record: dict[str, Any]) -> bool:
     marker = out / "extraction.json"
     if not all((out / name).is_file() for name in (*FILES, marker.name)):
         return False
-    return record.items() <= json.loads(marker.read_text(encoding="utf-8")).items()
+    found = json.loads(marker.read_text(encoding="utf-8"))
+    if not record.items() <= found.items():
+        return False
+    # the record is copied along when these weights are trained and exported again
+    return found.get("weights_sha256") == sha256_of(out / "model.safetensors")
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def publish(source: Path, out: Path, record: dict[str, Any]) -> None:
@@ -106,8 +119,7 @@ def main(arguments: list[str]) -> int:
     out: Path = args.out_dir
     try:
         source = find_gguf(args.gguf)
-        digest = hashlib.sha256(source.read_bytes()).hexdigest()
-        record = {"gguf": source.name, "sha256": digest, "dtype": args.dtype}
+        record = {"gguf": source.name, "sha256": sha256_of(source), "dtype": args.dtype}
         if is_reusable(out, record):
             print(f"{out}: already extracted from {source.name} as {args.dtype}; reusing it")
             return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,18 @@ def test_second_run_reuses_and_another_dtype_is_refused(
     assert (out / "model.safetensors").stat().st_mtime_ns == before
     assert "reusing" in capsys.readouterr().out
     assert extract_smollm2.main([*arguments, "bfloat16"]) == 1
+    assert "holds something else" in capsys.readouterr().err
+
+
+def test_changed_weights_are_not_taken_for_the_extracted_ones(
+    tiny: tuple[Any, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, source, out = tiny
+    trained = Path(shutil.copytree(out, tmp_path / "trained"))
+    weights = trained / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    arguments = [str(trained), "--gguf", str(source), "--dtype", "float32"]
+    assert extract_smollm2.main(arguments) == 1
     assert "holds something else" in capsys.readouterr().err
 
 
