@@ -163,7 +163,7 @@ def test_changed_weights_are_not_taken_for_the_extracted_ones(
     _, source, out = tiny
     trained = Path(shutil.copytree(out, tmp_path / "trained"))
     weights = trained / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"@")  # 1.0 to 2.0
+    weights.write_bytes(weights.read_bytes()[:-1] + b"@")  # 1.0 to 4.0
     arguments = [str(trained), "--gguf", str(source), "--dtype", "float32"]
     assert extract_smollm2.main(arguments) == 1
     assert "holds something else" in capsys.readouterr().err
