@@ -1,0 +1,338 @@
+"""The gather and the reduction are adjoint, exact, and move the bytes that layout/cost predicts.
+
+Only a group can show this: one spawn for each world size runs all cases; the tests below read what
+its ranks returned.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_bp.attention.block_parallel import (
+    AttentionOptions,
+    GradWire,
+    block_parallel_attention,
+)
+from megatron_bp.comm.clean_kv import CleanGather, CleanReduce
+from megatron_bp.comm.groups import BlockGroups, LocalGroup
+from megatron_bp.layout.cost import LayerShape, Traffic, layer_traffic
+from megatron_bp.layout.decomposition import Phase
+from megatron_bp.layout.exchange import SlabExchange
+from megatron_bp.layout.owners import Ownership
+from megatron_bp.layout.plan import PlanRequest, make_plan
+from tests.attention.test_block_parallel import make_groups
+from tests.distributed import run_distributed
+
+WORLDS = [2, 3, 4]
+KV_HEADS, SIZE, SAMPLES = 2, 4, 2
+DOCUMENTS = ((0, 3), (3, 30), (30, 48))
+
+
+def cases(num_ranks: int) -> list[PlanRequest]:
+    """Aligned, ragged and packed samples; dense, windowed, baseline and hybrid exchanges."""
+    aligned = PlanRequest(
+        length=num_ranks * 24,
+        block_size=4,
+        num_ranks=num_ranks,
+        num_clean_shards=num_ranks,
+        num_views=2,
+    )
+    dense = [
+        aligned,
+        replace(aligned, length=61, num_views=1),
+        replace(aligned, length=48, documents=DOCUMENTS),
+        replace(aligned, ownership=Ownership.CONTIGUOUS),
+        replace(aligned, gather_corrupted=True),
+        replace(aligned, length=61, gather_corrupted=True),
+    ]
+    hybrid = [replace(aligned, num_clean_shards=c) for c in (2,) if num_ranks == 4]
+    return [
+        *dense,
+        *(replace(request, window=9) for request in dense[:4]),
+        replace(aligned, window=1),
+        replace(aligned, window=200),
+        *hybrid,
+        *(replace(request, window=9) for request in hybrid),
+    ]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Dtypes of one layer on the wire."""
+
+    dtype: torch.dtype
+    grad: GradWire
+    grad_bytes: int
+
+
+WIRES = [
+    Wire(torch.float32, GradWire.FP32, 4),
+    Wire(torch.bfloat16, GradWire.FP32, 4),
+    Wire(torch.bfloat16, GradWire.MODEL, 2),
+]
+
+
+@contextmanager
+def counted_bytes() -> Iterator[list[int]]:
+    """Bytes this rank sends in each collective of the package, by the rules of layout/cost.py."""
+    sent: list[int] = []
+
+    def wrap(name: str, count: Callable[..., int]) -> Callable[..., Any]:
+        whole = getattr(dist, name)
+
+        def call(out: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            sent.append(count(out, tensor, kwargs["group"], *args))
+            return whole(out, tensor, *args, **kwargs)
+
+        return call
+
+    def gather(out: torch.Tensor, tensor: torch.Tensor, group: Any) -> int:
+        return tensor.nbytes * (group.size() - 1)
+
+    def scatter(out: torch.Tensor, tensor: torch.Tensor, group: Any) -> int:
+        assert tensor.nbytes == out.nbytes * group.size()
+        return out.nbytes * (group.size() - 1)
+
+    def exchange(
+        out: torch.Tensor, tensor: torch.Tensor, group: Any, _: list[int], send: list[int]
+    ) -> int:
+        row_bytes = tensor[:1].nbytes if len(tensor) else 0
+        return row_bytes * (sum(send) - send[group.rank()])
+
+    rules = {
+        "all_gather_into_tensor": gather,
+        "reduce_scatter_tensor": scatter,
+        "all_to_all_single": exchange,
+    }
+    originals = {name: getattr(dist, name) for name in dir(dist) if name in _COLLECTIVES}
+    for name in originals:
+        setattr(dist, name, wrap(name, rules[name]) if name in rules else _forbidden(name))
+    try:
+        yield sent
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+
+
+_COLLECTIVES = {
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all",
+    "all_to_all_single", "batch_isend_irecv", "broadcast", "gather", "irecv", "isend", "recv",
+    "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
+}  # fmt: skip
+
+
+def _forbidden(name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError(f"torch.distributed.{name} is not counted by this test")
+
+    return call
+
+
+def random(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Standard normal fp64 numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def total(value: float) -> float:
+    """Sum of `value` over all ranks."""
+    tensor = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return float(tensor)
+
+
+def adjoint_products(request: PlanRequest, rank: int, groups: BlockGroups) -> tuple[float, float]:
+    """<gather(x), y> and <x, reduce(y)>, summed over ranks, for random x and y."""
+    plan = make_plan(request, rank)
+    exchange, clean = plan.exchange, plan.rows.num_clean
+    shape = (SAMPLES, KV_HEADS, SIZE)
+    k, v = random((clean, *shape), 10 + rank), random((clean, *shape), 20 + rank)
+    gather = CleanGather(k, v, exchange, groups.clean_shards)
+    gather.wait(Phase.LATE)
+    y = random((exchange.num_buffer_rows, SAMPLES, 2, KV_HEADS, SIZE), 30 + rank)
+    y[torch.from_numpy(exchange.buffer_position < 0)] = 0  # no query sees these rows
+    reduce = CleanReduce(gather.buffer_SZ2MH, exchange, groups.clean_shards, torch.float64)
+    reduce.grad_SZ2MH.copy_(y)
+    for phase in (Phase.LATE, Phase.EARLY):
+        reduce.start(phase)
+    dk, dv = reduce.finish(clean)
+    left = (gather.buffer_SZ2MH * y).sum()
+    return total(float(left)), total(float((k * dk).sum() + (v * dv).sum()))
+
+
+def position_errors(request: PlanRequest, rank: int, groups: BlockGroups) -> list[str]:
+    """What is wrong with the buffer after each phase when every row holds its own position."""
+    plan = make_plan(request, rank)
+    position = torch.from_numpy(plan.exchange.buffer_position)
+    local = torch.from_numpy(plan.rows.position[: plan.rows.num_clean]).double()
+    k = local[:, None, None, None].expand(-1, SAMPLES, KV_HEADS, SIZE)
+    gather = CleanGather(k, k + 0.5, plan.exchange, groups.clean_shards)
+    chunk = np.searchsorted(plan.owners.clean.bounds, position.numpy(), side="right") - 1
+    own = torch.from_numpy(np.isin(chunk, plan.owners.clean.chunks_of[plan.shard]))
+    early = torch.from_numpy(plan.owners.clean.slab_of_chunk[chunk] == 0)
+    if not isinstance(plan.exchange, SlabExchange):
+        early |= True  # one all-to-all brings everything
+    wrong = []
+    for phase, here in ((Phase.LOCAL, own), (Phase.EARLY, own | early), (Phase.LATE, own | True)):
+        gather.wait(phase)
+        rows = here & (position >= 0)
+        want = position[rows].double()[:, None, None, None]
+        got_k, got_v = gather.buffer_SZ2MH[rows].unbind(2)
+        if not ((got_k == want).all() and (got_v == want + 0.5).all()):
+            wrong.append(f"{phase!r} of {request}")
+    return wrong
+
+
+def copies_summed(request: PlanRequest, rank: int, groups: BlockGroups) -> bool:
+    """Whether a gradient of one in every buffer row comes back as the number of its copies."""
+    plan = make_plan(request, rank)
+    clean = plan.rows.num_clean
+    like = torch.zeros(1, SAMPLES, 2, KV_HEADS, SIZE)
+    reduce = CleanReduce(like, plan.exchange, groups.clean_shards, torch.float32)
+    real = torch.from_numpy(plan.exchange.buffer_position >= 0)
+    reduce.grad_SZ2MH[real] = 1
+    for phase in (Phase.LATE, Phase.EARLY):
+        reduce.start(phase)
+    dk, dv = reduce.finish(clean)
+    first = rank - plan.shard
+    held = np.zeros(request.length, dtype=int)
+    for peer in range(first, first + request.num_clean_shards):
+        position = make_plan(request, peer).exchange.buffer_position
+        held[position[position >= 0]] += 1
+    at = plan.rows.position[:clean]
+    want = torch.from_numpy(np.where(at >= 0, held[at], 0))[:, None, None, None]
+    return bool((dk == want).all() and (dv == want).all())
+
+
+def layer_bytes(
+    request: PlanRequest, rank: int, groups: BlockGroups, wire: Wire
+) -> tuple[Traffic, Traffic]:
+    """Measured and predicted traffic of one attention layer, forward and backward."""
+    plan = make_plan(request, rank)
+    rows = plan.rows.num_rows
+    q = random((rows, SAMPLES, 2 * KV_HEADS, SIZE), 1).to(wire.dtype).requires_grad_()
+    k, v = (
+        random((rows, SAMPLES, KV_HEADS, SIZE), seed).to(wire.dtype).requires_grad_()
+        for seed in (2, 3)
+    )
+    options = AttentionOptions(SIZE**-0.5, kernel="dense", grad_wire=wire.grad)
+    with counted_bytes() as sent:
+        out = block_parallel_attention(q, k, v, plan, groups, options)
+        forward = sum(sent)
+        out.sum().backward()
+    shape = LayerShape(KV_HEADS, SIZE, SAMPLES, wire.dtype.itemsize, wire.grad_bytes)
+    return Traffic(forward, sum(sent) - forward), layer_traffic(plan, shape)
+
+
+def rounded_grads(rank: int, groups: BlockGroups) -> dict[torch.dtype, torch.Tensor]:
+    """The owner's gradient when every rank contributes 1 + 2^-10, for each wire dtype."""
+    plan = make_plan(cases(dist.get_world_size())[0], rank)
+    like = torch.zeros(1, 1, 2, 1, 1, dtype=torch.bfloat16)
+    grads = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        reduce = CleanReduce(like, plan.exchange, groups.clean_shards, dtype)
+        assert reduce.grad_SZ2MH.dtype == torch.float32
+        reduce.grad_SZ2MH.fill_(1 + 2**-10)
+        for phase in (Phase.LATE, Phase.EARLY):
+            reduce.start(phase)
+        grads[dtype] = reduce.finish(plan.rows.num_clean)[0]
+    return grads
+
+
+def _worker(rank: int, num_ranks: int) -> dict[str, Any]:
+    groups: dict[int, BlockGroups] = {}
+    found: dict[str, Any] = {"adjoint": [], "wrong": [], "copies": [], "bytes": []}
+    for request in cases(num_ranks):
+        c = request.num_clean_shards
+        if c not in groups:
+            groups[c] = make_groups(num_ranks, c)
+        found["adjoint"].append(adjoint_products(request, rank, groups[c]))
+        found["wrong"] += position_errors(request, rank, groups[c])
+        found["copies"].append(copies_summed(request, rank, groups[c]))
+        found["bytes"].append([layer_bytes(request, rank, groups[c], wire) for wire in WIRES])
+    found["rounded"] = rounded_grads(rank, groups[num_ranks])
+    return found
+
+
+@cache
+def results(num_ranks: int) -> list[dict[str, Any]]:
+    """What each rank of a run on `num_ranks` found; the run happens once."""
+    return run_distributed(_worker, num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_the_reduction_is_the_adjoint_of_the_gather(num_ranks: int) -> None:
+    for found in results(num_ranks):
+        for request, (left, right) in zip(cases(num_ranks), found["adjoint"], strict=True):
+            assert left != 0
+            # fp64 sums of a few thousand products of order one
+            assert left == pytest.approx(right, rel=1e-12, abs=1e-11), request
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_each_phase_brings_the_rows_it_promises(num_ranks: int) -> None:
+    for found in results(num_ranks):
+        assert found["wrong"] == []
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_the_owner_gets_one_share_from_every_copy_of_its_row(num_ranks: int) -> None:
+    for found in results(num_ranks):
+        assert dict(zip(cases(num_ranks), found["copies"], strict=True)) == dict.fromkeys(
+            cases(num_ranks), True
+        )
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_measured_bytes_of_a_layer_equal_the_prediction(num_ranks: int) -> None:
+    for found in results(num_ranks):
+        for request, of_wire in zip(cases(num_ranks), found["bytes"], strict=True):
+            for wire, (measured, predicted) in zip(WIRES, of_wire, strict=True):
+                assert measured == predicted, (request, wire)
+    some = [m for m, _ in (wires[0] for wires in results(num_ranks)[0]["bytes"])]
+    assert some[0].gather_bytes > 0
+    assert some[4].gather_bytes == 3 * some[0].gather_bytes, "the baseline moves both views too"
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_fp32_on_the_wire_loses_nothing_and_bf16_rounds_each_share(num_ranks: int) -> None:
+    for found in results(num_ranks):
+        assert (found["rounded"][torch.float32] == num_ranks * (1 + 2**-10)).all()
+        assert (found["rounded"][torch.bfloat16] == num_ranks).all()
+
+
+def test_a_lone_process_keeps_its_rows_and_gradients() -> None:
+    plan = make_plan(PlanRequest(length=10, block_size=4), 0)
+    k, v = random((12, 1, 2, 3), 1), random((12, 1, 2, 3), 2)
+    clean = plan.rows.num_clean
+    gather = CleanGather(k[:clean], v[:clean], plan.exchange, LocalGroup())
+    gather.wait(Phase.LATE)
+    real = torch.from_numpy(plan.exchange.buffer_position >= 0)
+    rows = torch.from_numpy(plan.rows.position[:clean] >= 0)
+    torch.testing.assert_close(gather.buffer_SZ2MH[real][:, :, 0], k[:clean][rows], rtol=0, atol=0)
+    reduce = CleanReduce(gather.buffer_SZ2MH, plan.exchange, LocalGroup(), torch.float64)
+    reduce.grad_SZ2MH.copy_(gather.buffer_SZ2MH)
+    reduce.start(Phase.LATE)
+    reduce.start(Phase.EARLY)
+    dk, dv = reduce.finish(clean)
+    torch.testing.assert_close(dk[rows], k[:clean][rows], rtol=0, atol=0)
+    torch.testing.assert_close(dv[rows], v[:clean][rows], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_refuses_a_shared_sample_without_a_group(window: int) -> None:
+    request = PlanRequest(length=32, block_size=4, num_ranks=2, num_clean_shards=2, window=window)
+    plan = make_plan(request, 0)
+    k = torch.zeros(plan.rows.num_clean, 1, 1, 2)
+    with pytest.raises(ValueError, match="this process has no group"):
+        CleanGather(k, k, plan.exchange, LocalGroup())
+    reduce = CleanReduce(torch.zeros(1, 1, 2, 1, 2), plan.exchange, LocalGroup(), torch.float32)
+    with pytest.raises(ValueError, match="this process has no group"):
+        reduce.start(Phase.EARLY)
