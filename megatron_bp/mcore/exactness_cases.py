@@ -1,0 +1,164 @@
+"""The cases of the exactness check, and the process that runs those of one world size.
+
+Used by tools/check_exact.py; specified by tests/tools/test_check_exact.py.
+"""
+
+import argparse
+import itertools
+import json
+import logging
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.training.global_vars import _set_timers
+
+from megatron_bp.mcore.exactness import Result, check
+from megatron_bp.mcore.exactness_problem import (
+    FullPrecisionSoftmax,
+    Layout,
+    Problem,
+    start_layout,
+)
+from megatron_bp.mcore.exactness_reference import compute_reference
+
+Case = tuple[str, Problem, Layout]
+
+TOLERANCE = {"fp64": 1e-10, "fp32": 2e-5}
+DTYPE = {"fp64": torch.float64, "fp32": torch.float32}
+
+MODES = {
+    "csbp2": Layout(context=2, block=2),
+    "csbp4": Layout(context=4, block=4),
+    "bp2": Layout(block=2),
+    "bp4": Layout(block=4),
+    "hybrid4x2": Layout(context=2, block=4),
+    "cp2": Layout(context=2),
+}
+CSBP2 = MODES["csbp2"]
+
+OTHERS = {
+    "one": [(Problem(), Layout())],
+    "tp2_csbp2": [(Problem(), replace(CSBP2, tensor=2))],
+    "tp2_sp_csbp2": [
+        (Problem(objective=o), replace(CSBP2, tensor=2, sequence_parallel=True))
+        for o in ("standard", "fast_dllm_v2")
+    ],
+    "pp2_csbp2": [
+        (Problem(objective=o, num_samples=4), replace(CSBP2, pipeline=2))
+        for o in ("standard", "fast_dllm_v2")
+    ],
+    "dp2_csbp2": [
+        (Problem(per_token=per_token, few_targets=few), replace(CSBP2, data=2))
+        for per_token in (False, True)
+        for few in (False, True)
+    ],
+    "recompute_csbp2": [
+        (Problem(window=7), replace(CSBP2, recompute=kind)) for kind in ("full", "selective")
+    ],
+    "packed": [
+        (Problem(packed=True, clean_rule=rule, window=window, objective=objective), layout)
+        for rule, window in (("token_causal", 0), ("block_causal", 7))
+        for objective in ("standard", "fast_dllm_v2")
+        for layout in (CSBP2, MODES["bp2"], MODES["cp2"], MODES["csbp4"])
+    ],
+    "moe": [
+        (Problem(num_experts=4, num_samples=1, objective=objective), layout)
+        for objective in ("standard", "fast_dllm_v2")
+        for layout in (CSBP2, MODES["bp2"])
+    ],
+    "ragged": [(Problem(length=61, window=w), x) for w in (0, 7) for x in MODES.values()],
+    "odd_blocks": [(Problem(length=52), layout) for layout in MODES.values()],
+}
+
+
+def cases(names: Sequence[str], dtype: torch.dtype) -> list[Case]:
+    """All cases of the named layouts."""
+    found = []
+    for name in names:
+        if name in MODES:
+            axes = itertools.product(
+                ("standard", "fast_dllm_v2"),
+                ("token_causal", "block_causal"),
+                (0, 7),
+                ("native", "interval"),
+            )
+            pairs = [
+                (Problem(objective=o, clean_rule=r, window=w), replace(MODES[name], strategy=s))
+                for o, r, w, s in axes
+            ]
+        else:
+            pairs = OTHERS[name]
+        found += [(name, replace(problem, dtype=dtype), layout) for problem, layout in pairs]
+    return found
+
+
+def run_cases(rank: int, todo: Sequence[Case], folder: str, broken: bool) -> None:
+    """Runs the cases of one world size as `rank`; rank 0 prints them and writes FOLDER/rows.json.
+
+    `broken` drops one rank's share of every reduce-scatter, which the check must notice.
+    """
+    torch.set_num_threads(1)
+    # Megatron divides counts of tokens in the default dtype; fp32 would round at 1e-8.
+    torch.set_default_dtype(todo[0][1].dtype)
+    logging.disable(logging.WARNING)  # one line a case; Megatron lists every parameter each time
+    warnings.simplefilter("ignore")
+    world = todo[0][2].world_size
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world
+    )
+    _set_timers(argparse.Namespace(timing_log_level=0, timing_log_option="minmax"))
+    start_layout(Layout(data=world))
+    if broken:
+        drop_a_share()
+    rows = []
+    with FullPrecisionSoftmax():
+        problems = dict.fromkeys(problem for _, problem, _ in todo)
+        references = {problem: compute_reference(problem) for problem in problems}
+        by_groups = sorted(todo, key=lambda case: case[2].degrees)
+        for degrees, cases_of in itertools.groupby(by_groups, key=lambda case: case[2].degrees):
+            start_layout(Layout(*degrees))
+            for name, problem, layout in cases_of:
+                begin = time.perf_counter()
+                result = check(problem, layout, references[problem])
+                rows.append(_row(name, problem, layout, result, time.perf_counter() - begin))
+                if rank == 0:
+                    print(_line(rows[-1]), flush=True)
+    if rank == 0:
+        (Path(folder) / "rows.json").write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def _row(
+    name: str, problem: Problem, layout: Layout, result: Result, seconds: float
+) -> dict[str, Any]:
+    dtype = str(problem.dtype).removeprefix("torch.")
+    row = {"name": name, **asdict(problem), **asdict(layout), **asdict(result)}
+    return {**row, "dtype": dtype, "seconds": round(seconds, 3)}
+
+
+def _line(row: dict[str, Any]) -> str:
+    plain = {**asdict(Problem()), **asdict(Layout())}
+    differs = [f"{k}={row[k]}" for k, v in plain.items() if k != "dtype" and row[k] != v]
+    return (
+        f"{row['name']:16s} loss error {row['loss_error']:.1e}  gradient error "
+        f"{row['grad_error']:.1e}  {' '.join(differs)}"
+    )
+
+
+def drop_a_share() -> None:
+    """Makes every reduce-scatter lose the share of the group's last rank."""
+    whole = dist.reduce_scatter_tensor
+
+    def broken(out: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        group = kwargs["group"]
+        if group.rank() == group.size() - 1:
+            tensor = torch.zeros_like(tensor)
+        return whole(out, tensor, *args, **kwargs)
+
+    dist.reduce_scatter_tensor = broken  # type: ignore[assignment]

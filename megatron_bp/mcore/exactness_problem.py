@@ -1,0 +1,214 @@
+"""The tiny problems and layouts of the exactness check: data, model shape and process groups.
+
+Used by exactness.py (any layout) and exactness_reference.py (one process). Specified by
+tests/tools/test_check_exact.py.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from megatron_bp.mcore.dataset import CorruptionRules, Sample
+from megatron_bp.objectives.objective import make_objective
+
+VOCAB, VALID_VOCAB, MASK_ID, END_ID = 64, 61, 60, 0
+
+
+class FullPrecisionSoftmax(TorchFunctionMode):
+    """Lets an fp64 problem's softmax be fp64 where Megatron's router asks for fp32.
+
+    In fp32 the gradient of a replicated clean row is rounded rank by rank, which hides errors
+    below 1e-8. Both sides of a comparison run under it.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.softmax and args[0].dtype == torch.float64:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained: the part of a case that does not depend on the layout.
+
+    Units: `length`, `block_size`, `window` in tokens. `few_targets` supervises one block of the
+    first sample only, so that most ranks have no target at all.
+    """
+
+    objective: str = "standard"
+    clean_rule: str = "token_causal"
+    window: int = 0
+    length: int = 64
+    block_size: int = 4
+    num_samples: int = 2
+    packed: bool = False
+    few_targets: bool = False
+    num_experts: int = 0
+    per_token: bool = False
+    dtype: torch.dtype = torch.float64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How it is split: `context` and `block` are the two flags of a launch."""
+
+    context: int = 1
+    block: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    strategy: str = "native"
+
+    @property
+    def num_ranks(self) -> int:
+        """P, the ranks that share one sample."""
+        return max(self.context, self.block)
+
+    @property
+    def degrees(self) -> tuple[int, int, int, int, int]:
+        """What decides the process groups: context, block, tensor, pipeline, data."""
+        return self.context, self.block, self.tensor, self.pipeline, self.data
+
+    @property
+    def world_size(self) -> int:
+        """Processes the layout needs."""
+        return self.tensor * self.pipeline * self.num_ranks * self.data
+
+
+def rules_of(problem: Problem) -> CorruptionRules:
+    """The corruption rules of a problem."""
+    return CorruptionRules(
+        objective=make_objective(problem.objective, clean_rule=problem.clean_rule),
+        block_size=problem.block_size,
+        mask_token_id=MASK_ID,
+        noise_seed=17,
+        end_of_document=END_ID,
+        split_documents=problem.packed,
+        end_is_target=True,
+    )
+
+
+@lru_cache(maxsize=8)
+def samples_of(problem: Problem) -> tuple[Sample, ...]:
+    """Random samples; packed ones have documents down to one token."""
+    generator = torch.Generator().manual_seed(11)
+    made = []
+    for index in range(problem.num_samples):
+        tokens = torch.randint(1, MASK_ID, (problem.length,), generator=generator)
+        if problem.packed:
+            tokens[[2, 3, 3 + problem.block_size, problem.length - 7 - 5 * index]] = END_ID
+        loss_mask = torch.ones(problem.length)
+        if problem.few_targets:
+            loss_mask.zero_()
+            if index == 0:
+                # One block is supervised: megatron's mask at i is about token i + 1. Four counted
+                # tokens also keep Megatron's fp32 division by the count exact.
+                loss_mask[: problem.block_size - 1] = 1
+        clean = {"tokens": tokens, "loss_mask": loss_mask}
+        made.append(rules_of(problem).sample(clean, index, is_padding=False))
+    return tuple(made)
+
+
+def transformer_config(problem: Problem, layout: Layout) -> TransformerConfig:
+    """A two-layer GQA, QK-norm, RMSNorm, SwiGLU transformer; the first layer has the window."""
+    recompute: dict[str, Any] = {}
+    if layout.recompute == "full":
+        recompute = {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    elif layout.recompute == "selective":
+        recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    experts: dict[str, Any] = {}
+    if problem.num_experts:
+        experts = {
+            "num_moe_experts": problem.num_experts,
+            "moe_router_topk": 2,
+            "moe_aux_loss_coeff": 0.1,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_ffn_hidden_size": 24,
+        }
+    return TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=8,
+        ffn_hidden_size=48,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        add_bias_linear=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        params_dtype=problem.dtype,
+        pipeline_dtype=problem.dtype,
+        window_size=(problem.window - 1, 0) if problem.window else None,
+        window_attn_skip_freq=[1, 0] if problem.window else None,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.num_ranks,
+        sequence_parallel=layout.sequence_parallel,
+        variable_seq_lengths=layout.pipeline > 1,
+        calculate_per_token_loss=problem.per_token,
+        # Megatron rejects its default dispatcher with variable lengths, even for dense models.
+        moe_token_dispatcher_type="alltoall",
+        **recompute,
+        **experts,
+    )
+
+
+def start_layout(layout: Layout) -> None:
+    """Makes Megatron's process groups for a layout; collective over all processes."""
+    parallel_state.destroy_model_parallel()
+    ranks = layout.num_ranks
+    shards = layout.context
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=ranks,
+        hierarchical_context_parallel_sizes=[shards, ranks // shards] if ranks > 1 else None,
+    )
+    model_parallel_cuda_manual_seed(1)
+
+
+def local_spec(problem: Problem) -> Any:
+    """The stock layer specification without Transformer Engine."""
+    return get_gpt_layer_local_spec(
+        num_experts=problem.num_experts or None, qk_layernorm=True, normalization="RMSNorm"
+    )
+
+
+def gpt(config: TransformerConfig, spec: Any, problem: Problem) -> GPTModel:
+    """A GPTModel of this pipeline stage."""
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=VOCAB,
+        max_sequence_length=problem.length,
+        position_embedding_type="rope",
+        rotary_base=1000,
+        share_embeddings_and_output_weights=False,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
