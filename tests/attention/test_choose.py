@@ -1,0 +1,74 @@
+"""A kernel is chosen by name or by need, and a refusal says why; nothing falls back silently."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_bp.attention import choose
+from megatron_bp.attention.choose import choose_kernel, load_kernel
+from megatron_bp.attention.contract import IntervalKernel, KernelNeed, NativeKernel, Strategy
+
+NEED = KernelNeed(Strategy.NATIVE, "cpu", torch.float32, 64, window=True)
+
+
+@pytest.mark.parametrize("strategy", Strategy)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_auto_finds_a_kernel_for_every_need_on_cpu(strategy: Strategy, dtype: torch.dtype) -> None:
+    need = replace(NEED, strategy=strategy, dtype=dtype, deterministic=True)
+    kernel = choose_kernel("auto", need)
+    assert isinstance(kernel, NativeKernel if strategy is Strategy.NATIVE else IntervalKernel)
+
+
+def test_a_kernel_is_called_what_it_was_asked_for() -> None:
+    assert load_kernel("dense").name == "dense"
+    assert choose_kernel("dense", NEED).name == "dense"
+
+
+def test_every_name_that_auto_tries_is_a_kernel() -> None:
+    assert {name for names in choose.AUTO.values() for name in names} <= set(choose.KERNELS)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"kernel='flesh' is not one of auto, .*dense"):
+        choose_kernel("flesh", NEED)
+
+
+def test_an_explicit_kernel_that_cannot_serve_raises_with_every_reason() -> None:
+    need = replace(NEED, device="tpu", dtype=torch.int8, head_size=2048)
+    with pytest.raises(ValueError, match=r"kernel='dense' cannot run this layer: ") as error:
+        choose_kernel("dense", need)
+    text = str(error.value)
+    for reason in ("not on tpu", "not int8", "not 2048"):
+        assert reason in text
+
+
+def test_auto_says_what_each_kernel_lacks() -> None:
+    need = replace(NEED, head_size=2048)
+    text = r"no attention kernel can run this layer\. .*dense: it takes head sizes up to .*2048"
+    with pytest.raises(ValueError, match=text):
+        choose_kernel("auto", need)
+
+
+def test_auto_on_an_unknown_device_finds_nothing() -> None:
+    with pytest.raises(ValueError, match="no attention kernel can run this layer"):
+        choose_kernel("auto", replace(NEED, device="tpu"))
+
+
+@pytest.fixture
+def ghost(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A kernel whose module cannot be imported, first in line on the CPU."""
+    monkeypatch.setattr(choose, "KERNELS", {**choose.KERNELS, "ghost": "GhostKernel"})
+    monkeypatch.setattr(choose, "AUTO", {"cpu": ("ghost", "dense")})
+    return "ghost"
+
+
+def test_a_kernel_whose_package_is_missing_raises_when_named(ghost: str) -> None:
+    with pytest.raises(ImportError, match="ghost"):
+        choose_kernel(ghost, NEED)
+
+
+def test_auto_passes_over_a_missing_package_and_reports_it_if_nothing_serves(ghost: str) -> None:
+    assert choose_kernel("auto", NEED).name == "dense"
+    with pytest.raises(ValueError, match=r"ghost: .*ghost.* \| dense: it takes head sizes"):
+        choose_kernel("auto", replace(NEED, head_size=2048))
