@@ -59,6 +59,6 @@ def test_configs_without_a_counterpart_are_refused(change: dict[str, Any], text:
 
 def test_all_problems_are_reported_at_once():
     with pytest.raises(
-        ValueError, match="(?s)attention_bias.*hidden_act.*rope|rope.*attention_bias"
+        ValueError, match=r"(?s)attention_bias.*hidden_act.*rope|rope.*attention_bias"
     ):
         read_model({**LLAMA, "attention_bias": True, "hidden_act": "gelu", "rope_theta": 0.5})

@@ -57,7 +57,7 @@ def test_coverage_names_what_is_missing_left_over_and_misshapen():
     check_coverage("here", expected, found)
     wrong = {**found, "a": TensorInfo((3, 3), torch.float32), "x": found["b"]}
     del wrong["c"]
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="here does not have") as error:
         check_coverage("here", expected, wrong)
     text = str(error.value)
     assert "1 missing: c" in text

@@ -1,4 +1,4 @@
-"""Specifies ar_to_bdlm.py, export.py and hf_model.py: bit-exact round trips, and what is refused."""
+"""Specifies ar_to_bdlm.py, export.py and hf_model.py: exact round trips, and what is refused."""
 
 from __future__ import annotations
 
@@ -203,6 +203,16 @@ def test_a_tied_model_may_repeat_its_embedding_as_head(tmp_path: Path):
     hf = write_hf(tmp_path / "hf", LLAMA, tensors | head)
     hf_to_mcore(_import(hf, tmp_path / "m"), Silent())
     assert "output_layer.weight" not in TorchDistReader(tmp_path / "m" / "release").tensors
+
+
+def test_a_tied_head_is_compared_to_the_last_bit_of_every_block(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("megatron_bp.convert.safetensors_io._READ_BYTES", 48 * 2 * 10)
+    tensors = random_tensors(LLAMA)
+    head = tensors["model.embed_tokens.weight"].clone()
+    head.view(torch.uint8)[0, 0] ^= 1  # the first block of several
+    hf = write_hf(tmp_path / "hf", LLAMA, tensors | {"lm_head.weight": head})
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs"):
+        hf_to_mcore(_import(hf, tmp_path / "m"), Silent())
 
 
 def test_export_refuses_a_checkpoint_that_does_not_match_its_config(tmp_path: Path):

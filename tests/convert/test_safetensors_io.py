@@ -86,15 +86,15 @@ def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path):
     del index["weight_map"]["ghost"]
     stray = index["weight_map"].pop("a")
     (tmp_path / INDEX_NAME).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"has .*{stray}.*, which {INDEX_NAME} does not list"):
+    with pytest.raises(ValueError, match=rf"has .*{stray}.*, which {INDEX_NAME} does not list"):
         SafetensorsDir(tmp_path)
     (tmp_path / stray).unlink()
     index["weight_map"]["a"] = "gone.safetensors"
     (tmp_path / INDEX_NAME).write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="names \\['gone.safetensors'\\], which"):
+    with pytest.raises(ValueError, match=r"names \['gone\.safetensors'\], which"):
         SafetensorsDir(tmp_path)
 
 
 def test_an_empty_directory_is_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match="no \\*.safetensors file"):
+    with pytest.raises(ValueError, match=r"no \*\.safetensors file"):
         SafetensorsDir(tmp_path)

@@ -41,7 +41,7 @@ def test_the_leftover_of_a_killed_run_is_replaced_but_not_a_foreign_directory(tm
     partial = tmp_path / "out.partial"
     partial.mkdir()
     (partial / "mine").write_text("precious")
-    with pytest.raises(ValueError, match="out.partial is in the way"):
+    with pytest.raises(ValueError, match=r"out\.partial is in the way"):
         _make(tmp_path / "out", "x")
     assert (partial / "mine").exists()
     (partial / ".partial_conversion").write_text("")

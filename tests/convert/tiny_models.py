@@ -1,7 +1,7 @@
 """Tiny random Hugging Face directories and the Megatron tensors they must become.
 
-`expected_megatron` is an independent oracle: it builds fused tensors with torch.cat and view, not with
-the converter's row rules.
+`expected_megatron` is an independent oracle: it builds fused tensors with torch.cat and views, not
+with the converter's row rules.
 """
 
 from __future__ import annotations
