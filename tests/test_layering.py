@@ -48,6 +48,7 @@ OWNERS = {
     "triton": r"attention/(kernels/\w+|triton_\w+)\.py",
     "transformer_engine": r"attention/kernels/te\w*\.py",
     "flash_attn": r"attention/kernels/flash\w*\.py",
+    "cutlass": r"attention/kernels/flash\w*\.py",
 }
 
 MAX_LINES, MAX_KERNEL_LINES, MAX_FUNCTION_LINES = 400, 600, 90
