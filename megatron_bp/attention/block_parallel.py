@@ -23,10 +23,18 @@ from megatron_bp.attention.contract import (
     lse_dtype,
 )
 from megatron_bp.attention.interval import IntervalRun, interval_mask
-from megatron_bp.attention.native import KeyValue, NativeRun, Partial, Spaces
+from megatron_bp.attention.native import (
+    KeyValue,
+    NativeRun,
+    Partial,
+    Spaces,
+    clear_gaps,
+    empty_partial,
+)
+from megatron_bp.attention.schedule import Schedule, make_schedule
 from megatron_bp.comm.clean_kv import CleanGather, CleanReduce
 from megatron_bp.comm.groups import BlockGroups
-from megatron_bp.layout.decomposition import Launch, Phase
+from megatron_bp.layout.decomposition import KeySpace, Phase
 from megatron_bp.layout.plan import RankPlan
 
 
@@ -113,13 +121,11 @@ class _Call:
         return self.plan.rows.num_clean if self.options.corrupted_only else 0
 
     @property
-    def launches(self) -> tuple[Launch, ...]:
-        plan = self.plan
-        return plan.corrupted_launches if self.options.corrupted_only else plan.launches
+    def schedule(self) -> Schedule:
+        return make_schedule(self.plan, self.options.corrupted_only)
 
     def native(self) -> NativeRun:
-        kernel = cast(NativeKernel, self.kernel)
-        return NativeRun(kernel, self.options.softmax_scale, self.first_row)
+        return NativeRun(cast(NativeKernel, self.kernel), self.options.softmax_scale)
 
     def interval(self, device: torch.device) -> IntervalRun:
         mask = interval_mask(self.plan, self.first_row, device)
@@ -139,33 +145,29 @@ class _BlockParallelAttention(torch.autograd.Function):
             gather.wait(Phase.LATE)
             partial = call.interval(q.device).forward(rows, keys)
         else:
-            wide = lse_dtype(q.dtype)
-            partial = Partial(
-                torch.zeros(rows.shape, dtype=wide, device=q.device),
-                torch.full(rows.shape[:-1], float("-inf"), dtype=wide, device=q.device),
-            )
-            run = call.native()
+            todo, run = call.schedule.forward, call.native()
+            partial = empty_partial(rows, todo)
             for phase in Phase:
                 gather.wait(phase)
-                launches = [x for x in call.launches if x.ready == phase]
-                run.forward(launches, rows, keys, partial)
-        out = partial.out.to(q.dtype)
+                run.forward(todo.steps[phase], rows, keys, partial)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, packed, own.k, own.v, out, partial.lse)
-        return out
+        ctx.save_for_backward(q, k, v, packed, own.k, own.v, *partial)
+        return partial.out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         (dout,) = grad_outputs
         call: _Call = ctx.call
         q, k, v, packed, own_k, own_v, out, lse = ctx.saved_tensors
-        plan, clean = call.plan, call.plan.rows.num_clean
+        clean = call.plan.rows.num_clean
         wire = k.dtype if call.options.grad_wire is GradWire.MODEL else lse_dtype(k.dtype)
-        reduce = CleanReduce(packed, plan.exchange, call.groups.clean_shards, wire)
+        reduce = CleanReduce(
+            packed, call.plan.exchange, call.groups.clean_shards, wire, zeroed=False
+        )
         dpacked = reduce.grad_SZ2MH
-        wide = dpacked.dtype
-        dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-        down = KeyValue(torch.zeros_like(own_k, dtype=wide), torch.zeros_like(own_v, dtype=wide))
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        dq[: call.first_row] = 0
+        down = _own_grad_buffers(own_k, (dk[clean:], dv[clean:]), call)
         saved = (
             q[call.first_row :],
             (KeyValue(packed[:, :, 0], packed[:, :, 1]), KeyValue(own_k, own_v)),
@@ -175,19 +177,23 @@ class _BlockParallelAttention(torch.autograd.Function):
             dq[call.first_row :],
             (KeyValue(dpacked[:, :, 0], dpacked[:, :, 1]), down),
         )
+        todo = call.schedule.backward
         if call.options.strategy is Strategy.INTERVAL:
             call.interval(q.device).backward(dout, saved, grads)
+        else:
+            clear_gaps((dpacked,), todo, KeySpace.CLEAN)
+            clear_gaps(down, todo, KeySpace.OWN)
+            for lo, hi in todo.row_gaps:
+                grads[0][lo:hi] = 0
         for phase in reversed(Phase):
             if call.options.strategy is Strategy.NATIVE:
-                launches = [x for x in reversed(call.launches) if x.slab == phase]
-                call.native().backward(launches, dout, saved, grads)
+                call.native().backward(todo.steps[phase], dout, saved, grads)
             if phase is not Phase.LOCAL:
                 reduce.start(phase)
-        dk_clean, dv_clean = reduce.finish(clean)
-        dk_own, dv_own = _own_grads(down, k[clean:], call, wire)
-        dk = torch.cat([dk_clean, dk_own]).to(k.dtype)
-        dv = torch.cat([dv_clean, dv_own]).to(v.dtype)
-        return dq.to(q.dtype), dk, dv, None
+        if call.plan.request.gather_corrupted:
+            _reduce_own_grads(down, (dk[clean:], dv[clean:]), call, wire)
+        reduce.finish_into(dk[:clean], dv[:clean])
+        return dq, dk, dv, None
 
 
 def _views(x: Tensor, call: _Call) -> tuple[Tensor, ...]:
@@ -210,21 +216,25 @@ def _own_keys(k: Tensor, v: Tensor, call: _Call) -> KeyValue:
     return KeyValue(packed[:, :, 0], packed[:, :, 1])
 
 
-def _own_grads(down: KeyValue, like: Tensor, call: _Call, wire: torch.dtype) -> KeyValue:
-    """Gradients of the local corrupted rows; reduced over all ranks in the baseline."""
+def _own_grad_buffers(own_k: Tensor, local: tuple[Tensor, Tensor], call: _Call) -> KeyValue:
+    """Where gradients of corrupted keys go: to their rows, or (baseline) to a wide buffer."""
     if not call.plan.request.gather_corrupted:
-        return down
-    exchange = call.plan.own_exchange
-    total = KeyValue(
-        torch.zeros_like(like, dtype=down.k.dtype), torch.zeros_like(like, dtype=down.k.dtype)
-    )
-    targets = [_views(part, call) for part in total]
+        return KeyValue(*local)
+    wide = lse_dtype(own_k.dtype)
+    return KeyValue(torch.empty_like(own_k, dtype=wide), torch.empty_like(own_k, dtype=wide))
+
+
+def _reduce_own_grads(
+    down: KeyValue, local: tuple[Tensor, Tensor], call: _Call, wire: torch.dtype
+) -> None:
+    """Sums the gradients of all ranks' corrupted rows at their owners (the baseline)."""
+    targets = [_views(part, call) for part in local]
     packed = torch.stack([down.k, down.v], dim=2)
+    for part in local:
+        part.zero_()
     for view, grad in enumerate(packed.chunk(call.plan.request.num_views)):
-        reduce = CleanReduce(grad, exchange, call.groups.context, wire)
+        reduce = CleanReduce(grad, call.plan.own_exchange, call.groups.context, wire, zeroed=False)
         reduce.grad_SZ2MH.copy_(grad)
         for phase in (Phase.LATE, Phase.EARLY):
             reduce.start(phase)
-        for target, part in zip(targets, reduce.finish(len(targets[0][view])), strict=True):
-            target[view].copy_(part)
-    return total
+        reduce.finish_into(targets[0][view], targets[1][view])

@@ -60,7 +60,7 @@ class KernelCaps:
     """What a kernel can run. `max_head_size` and `head_multiple` are in elements.
 
     `min_arch` is the lowest CUDA compute capability (major * 10 + minor), 0 where it does not
-    apply; `max_arch` the highest.
+    apply; `max_arch` the highest. `writes` says that the kernel is also a WritingKernel.
     """
 
     strategies: frozenset[Strategy]
@@ -70,8 +70,10 @@ class KernelCaps:
     head_multiple: int = 1
     windows: bool = True
     deterministic: bool = True
+    interval_deterministic: bool = True
     min_arch: int = 0
     max_arch: int = 999
+    writes: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ def missing(caps: KernelCaps, need: KernelNeed) -> list[str]:
         )
     if need.window and not caps.windows:
         reasons.append("it has no sliding window")
-    if need.deterministic and not caps.deterministic:
+    interval = need.strategy is Strategy.INTERVAL
+    if need.deterministic and not (caps.interval_deterministic if interval else caps.deterministic):
         reasons.append("its backward is not deterministic")
     if need.device == "cuda" and not caps.min_arch <= need.arch <= caps.max_arch:
         reasons.append(
@@ -134,6 +137,29 @@ class NativeKernel(Protocol):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of the pairs of this launch, given the merged output and LSE."""
+        ...
+
+
+@runtime_checkable
+class WritingKernel(NativeKernel, Protocol):
+    """A native kernel that can write output, LSE and dq straight into given (strided) tensors."""
+
+    def forward_into(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: Window,
+        scale: float,
+        into: tuple[Tensor, Tensor],
+    ) -> None:
+        """Like `forward`, with output and LSE written to `into`."""
+        ...
+
+    def backward_into(
+        self, dout: Tensor, saved: "Saved", window: Window, scale: float, dq: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Like `backward`, with dq written to `dq`; returns dk and dv."""
         ...
 
 
@@ -170,3 +196,15 @@ class Saved(NamedTuple):
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32, or fp64 for fp64 inputs: the dtype of the LSE and of accumulated gradients."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def window_mask(num_rows: int, num_keys: int, window: Window, device: torch.device) -> Tensor:
+    """Allowed pairs of a bottom-right aligned window, bool [num_rows, num_keys]."""
+    at = torch.arange(num_rows, device=device)[:, None] + (num_keys - num_rows)
+    key = torch.arange(num_keys, device=device)
+    allowed = torch.ones(num_rows, num_keys, dtype=torch.bool, device=device)
+    if window.left >= 0:
+        allowed &= key >= at - window.left
+    if window.right >= 0:
+        allowed &= key <= at + window.right
+    return allowed

@@ -47,12 +47,12 @@ class IntervalRun:
         """Output and LSE of all rows."""
         k, v = _joined(keys)
         out, lse = self.kernel.forward_interval(q_TZNH.transpose(0, 1), k, v, self.mask, self.scale)
-        return Partial(out.transpose(0, 1).to(lse.dtype), lse.permute(2, 0, 1))
+        return Partial(out.transpose(0, 1), lse.permute(2, 0, 1))
 
     def backward(
         self, dout_TZNH: Tensor, saved: tuple[Tensor, Spaces, Partial], grads: tuple[Tensor, Spaces]
     ) -> None:
-        """Adds the launch's gradients to `grads` (dq, key spaces), in place."""
+        """Writes the launch's gradients to `grads` (dq, key spaces)."""
         q, keys, partial = saved
         k, v = _joined(keys)
         local = Saved(
@@ -61,11 +61,11 @@ class IntervalRun:
         dq, dk, dv = self.kernel.backward_interval(
             dout_TZNH.transpose(0, 1), local, self.mask, self.scale
         )
-        grads[0].add_(dq.transpose(0, 1))
+        grads[0].copy_(dq.transpose(0, 1))
         for part, grad in enumerate((dk, dv)):
             clean, own = grad.transpose(0, 1).tensor_split([self.mask.num_clean])
-            grads[1][KeySpace.CLEAN][part].add_(clean)
-            grads[1][KeySpace.OWN][part].add_(own)
+            grads[1][KeySpace.CLEAN][part].copy_(clean)
+            grads[1][KeySpace.OWN][part].copy_(own)
 
 
 def _joined(keys: Spaces) -> KeyValue:

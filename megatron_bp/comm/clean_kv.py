@@ -6,7 +6,10 @@ Letters: R local rows, S buffer rows, Z samples, M key/value heads, H head size,
 Specified by tests/comm/test_clean_kv.py (adjointness, bytes, both exchanges).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +35,7 @@ def wire_group(group: Group) -> dist.ProcessGroup:
 
 def pack(k_RZMH: Tensor, v_RZMH: Tensor, out_RZ2MH: Tensor) -> None:
     """Writes keys and values side by side into `out_RZ2MH`."""
-    out_RZ2MH[:, :, 0].copy_(k_RZMH)
-    out_RZ2MH[:, :, 1].copy_(v_RZMH)
+    torch.stack((k_RZMH, v_RZMH), dim=2, out=out_RZ2MH)  # one kernel for both
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,10 @@ class CleanGather:
     def __init__(self, k_RZMH: Tensor, v_RZMH: Tensor, exchange: Exchange, group: Group) -> None:
         self.exchange = exchange
         shape = (exchange.num_buffer_rows, k_RZMH.shape[1], 2, *k_RZMH.shape[2:])
-        # Zeros: a row that no peer fills must not hold a NaN that a masked product would spread.
-        self.buffer_SZ2MH = k_RZMH.new_zeros(shape)
+        self.buffer_SZ2MH = k_RZMH.new_empty(shape)
+        # A row that nobody fills must not hold a NaN that a masked product would spread.
+        for lo, hi in unfilled_rows(exchange):
+            self.buffer_SZ2MH[lo:hi] = 0
         for source, target, length in exchange.own:
             pack(
                 k_RZMH[source : source + length],
@@ -97,7 +101,7 @@ class CleanGather:
     def _start_window(
         self, exchange: WindowExchange, k_RZMH: Tensor, v_RZMH: Tensor, wire: dist.ProcessGroup
     ) -> _Pending:
-        rows = _index(exchange.send_rows, k_RZMH)
+        rows = _rows_on(_Wires(exchange), k_RZMH.device).send
         sent = torch.stack([k_RZMH[rows], v_RZMH[rows]], dim=2)
         received = sent.new_empty((sum(exchange.receive_counts), *sent.shape[1:]))
         work = dist.all_to_all_single(
@@ -116,12 +120,14 @@ class CleanGather:
             pending = self._pending.pop(key)
             pending.wait()
             if isinstance(self.exchange, WindowExchange):
-                rows = _index(self.exchange.receive_rows, pending.tensor)
+                rows = _rows_on(_Wires(self.exchange), pending.tensor.device).receive
                 self.buffer_SZ2MH[rows] = pending.tensor
                 continue
-            for source, target, length in self.exchange.slabs[key - 1].copies:
-                self.buffer_SZ2MH[target : target + length].copy_(
-                    pending.tensor[source : source + length]
+            copies = self.exchange.slabs[key - 1].copies
+            if copies:
+                torch._foreach_copy_(
+                    [self.buffer_SZ2MH[x.target : x.target + x.length] for x in copies],
+                    [pending.tensor[x.source : x.source + x.length] for x in copies],
                 )
 
 
@@ -129,17 +135,26 @@ class CleanReduce:
     """The adjoint of `CleanGather`: each clean row's gradient is summed at its owner.
 
     Fill `grad_SZ2MH` (fp32, or fp64 for fp64), call `start(phase)` once no launch will add to the
-    rows of that phase's slab (late slab first), then `finish`.
+    rows of that phase's slab (late slab first), then `finish`. With `zeroed=False` the caller
+    promises to write every row.
     """
 
     def __init__(
-        self, like: Tensor, exchange: Exchange, group: Group, wire_dtype: torch.dtype
+        self,
+        like: Tensor,
+        exchange: Exchange,
+        group: Group,
+        wire_dtype: torch.dtype,
+        *,
+        zeroed: bool = True,
     ) -> None:
         self.exchange, self.group, self.wire_dtype = exchange, group, wire_dtype
         accumulate = torch.promote_types(like.dtype, torch.float32)
-        self.grad_SZ2MH = torch.zeros(
+        self.grad_SZ2MH = torch.empty(
             (exchange.num_buffer_rows, *like.shape[1:]), dtype=accumulate, device=like.device
         )
+        if zeroed:
+            self.grad_SZ2MH.zero_()
         self._pending: dict[int, _Pending] = {}
 
     def start(self, phase: int) -> None:
@@ -153,7 +168,7 @@ class CleanReduce:
             if slab.length:
                 self._pending[phase] = self._start_slab(slab, wire)
         elif phase == 1:
-            rows = _index(exchange.receive_rows, self.grad_SZ2MH)
+            rows = _rows_on(_Wires(exchange), self.grad_SZ2MH.device).receive
             sent = self.grad_SZ2MH[rows].to(self.wire_dtype)
             received = sent.new_empty((sum(exchange.send_counts), *sent.shape[1:]))
             work = dist.all_to_all_single(
@@ -171,11 +186,16 @@ class CleanReduce:
         if slab.in_place_at >= 0:
             whole = self.grad_SZ2MH[slab.in_place_at : slab.in_place_at + rows].to(self.wire_dtype)
         else:
-            whole = self.grad_SZ2MH.new_zeros(
+            whole = self.grad_SZ2MH.new_empty(
                 (rows, *self.grad_SZ2MH.shape[1:]), dtype=self.wire_dtype
             )
-            for source, target, length in slab.copies:
-                whole[source : source + length].copy_(self.grad_SZ2MH[target : target + length])
+            copies = slab.copies
+            for lo, hi in _gaps(((x.source, x.length) for x in copies), rows):
+                whole[lo:hi] = 0
+            torch._foreach_copy_(
+                [whole[x.source : x.source + x.length] for x in copies],
+                [self.grad_SZ2MH[x.target : x.target + x.length] for x in copies],
+            )
         mine = whole.new_empty((slab.length, *whole.shape[1:]))
         work = dist.reduce_scatter_tensor(mine, whole, group=wire, async_op=True)
         return _Pending(work, mine)
@@ -186,22 +206,91 @@ class CleanReduce:
         Shapes: two tensors [num_rows, Z, M, H] in the accumulation dtype; padding rows get 0.
         """
         grad = self.grad_SZ2MH
-        local = grad.new_zeros((num_rows, *grad.shape[1:]))
+        local = grad.new_empty((num_rows, *grad.shape[1:]))
+        self.finish_into(local[:, :, 0], local[:, :, 1])
+        return local[:, :, 0], local[:, :, 1]
+
+    def finish_into(self, dk_RZMH: Tensor, dv_RZMH: Tensor) -> None:
+        """Like `finish`, written to tensors of any dtype."""
+        parts: list[tuple[int, Tensor]] = []
         exchange = self.exchange
         if exchange.num_shards == 1 or isinstance(exchange, WindowExchange):
-            for source, target, length in exchange.own:
-                local[source : source + length] = grad[target : target + length]
+            own = [self.grad_SZ2MH[x.target : x.target + x.length] for x in exchange.own]
+            parts += [(copy.source, part) for copy, part in zip(exchange.own, own, strict=True)]
         for phase, pending in self._pending.items():
             pending.wait()
             if isinstance(exchange, WindowExchange):
-                rows = _index(exchange.send_rows, local)
-                local.index_add_(0, rows, pending.tensor.to(local.dtype))
+                self._add_received(exchange, pending.tensor)
             else:
-                slab = exchange.slabs[phase - 1]
-                local[slab.local_row : slab.local_row + slab.length] = pending.tensor
+                parts.append((exchange.slabs[phase - 1].local_row, pending.tensor))
         self._pending.clear()
-        return local[:, :, 0], local[:, :, 1]
+        for lo, hi in _gaps(((row, len(part)) for row, part in parts), len(dk_RZMH)):
+            dk_RZMH[lo:hi] = 0
+            dv_RZMH[lo:hi] = 0
+        for row, part in parts:
+            dk_RZMH[row : row + len(part)] = part[:, :, 0]
+            dv_RZMH[row : row + len(part)] = part[:, :, 1]
+
+    def _add_received(self, exchange: WindowExchange, received: Tensor) -> None:
+        """Adds what peers sent to this rank's own rows of the buffer."""
+        index = _rows_on(_Wires(exchange), received.device)
+        # Peer by peer: a row may come from several, and this way the sum has a fixed order.
+        for rows, part in zip(index.own, received.split(exchange.send_counts), strict=True):
+            self.grad_SZ2MH[rows] += part.to(self.grad_SZ2MH.dtype)
 
 
-def _index(rows: "np.ndarray", like: Tensor) -> Tensor:
-    return torch.from_numpy(rows).to(like.device)
+def unfilled_rows(exchange: Exchange) -> list[tuple[int, int]]:
+    """Buffer rows [lo, hi) that neither this rank nor a peer fills."""
+    filled = [(copy.target, copy.length) for copy in exchange.own]
+    if isinstance(exchange, WindowExchange):
+        return []  # every row of its buffer is an own row or a received one
+    if exchange.num_shards > 1:
+        for slab in exchange.slabs:
+            if slab.in_place_at >= 0:
+                filled.append((slab.in_place_at, exchange.num_shards * slab.length))
+            filled += [(copy.target, copy.length) for copy in slab.copies]
+    return _gaps(filled, exchange.num_buffer_rows)
+
+
+def _gaps(covered: Iterable[tuple[int, int]], num_rows: int) -> list[tuple[int, int]]:
+    """The rows [lo, hi) of [0, num_rows) that no (start, length) covers."""
+    gaps, at = [], 0
+    for start, length in sorted(covered):
+        if start > at:
+            gaps.append((at, start))
+        at = max(at, start + length)
+    return [*gaps, (at, num_rows)] if at < num_rows else gaps
+
+
+@dataclass(frozen=True, eq=False)
+class _Wires:
+    """A windowed exchange as a cache key: the same object, not equal contents."""
+
+    exchange: WindowExchange
+
+    def __hash__(self) -> int:
+        return id(self.exchange)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Wires) and other.exchange is self.exchange
+
+
+class _WindowRows(NamedTuple):
+    """Row numbers of a windowed exchange on a device, copied there once."""
+
+    send: Tensor
+    receive: Tensor
+    own: tuple[Tensor, ...]  # buffer rows of `send`, one tensor a destination
+
+
+@lru_cache(maxsize=256)
+def _rows_on(wires: _Wires, device: torch.device) -> _WindowRows:
+    exchange = wires.exchange
+    last = max((copy.source + copy.length for copy in exchange.own), default=0)
+    buffer_row = np.zeros(last, dtype=np.int64)
+    for source, target, length in exchange.own:
+        buffer_row[source : source + length] = target + np.arange(length)
+    send = torch.from_numpy(exchange.send_rows).to(device)
+    own = torch.from_numpy(buffer_row[exchange.send_rows]).to(device)
+    receive = torch.from_numpy(exchange.receive_rows).to(device)
+    return _WindowRows(send, receive, own.split(exchange.send_counts))

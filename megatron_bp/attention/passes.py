@@ -1,0 +1,91 @@
+"""The small passes around a kernel: merge by log-sum-exp, and adding gradients to their rows.
+
+On CUDA each is one Triton kernel (triton_passes.py); elsewhere plain torch says what it computes.
+Everything is computed in fp32 (fp64 for fp64) and written in the dtype of its target.
+Letters: X problems, Q rows of a problem, Z samples, M key/value heads, G query heads a key/value
+head, H head size, T and S target rows. Specified by tests/attention/test_passes.py.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_bp.attention.merge import merge
+from megatron_bp.attention.schedule import Runs
+
+
+@lru_cache(maxsize=8192)
+def starts_on(runs: Runs, device: torch.device) -> Tensor:
+    """First row of each run, int64 [X]."""
+    return torch.from_numpy(runs.starts).to(device)
+
+
+@lru_cache(maxsize=8192)
+def rows_on(runs: Runs, device: torch.device) -> Tensor:
+    """Every row of the runs, int64 [X * length]."""
+    return torch.from_numpy((runs.starts[:, None] + np.arange(runs.length)).ravel()).to(device)
+
+
+@lru_cache(maxsize=8192)
+def rounds_on(runs: Runs, device: torch.device) -> tuple[Tensor, ...]:
+    """Problem numbers of each round, int64."""
+    return tuple(torch.from_numpy(members).to(device) for members in runs.rounds)
+
+
+def read_rows(x: Tensor, runs: Runs) -> Tensor:
+    """Rows [X, length, ...] of x [T, ...]: a view if the runs lie back to back."""
+    lo, hi = runs.span
+    picked = x[lo:hi] if lo < hi else x[rows_on(runs, x.device)]
+    return picked.unflatten(0, (runs.num_problems, runs.length))
+
+
+def _write_rows(x: Tensor, runs: Runs, value: Tensor) -> None:
+    lo, hi = runs.span
+    if lo < hi:
+        x[lo:hi].unflatten(0, (runs.num_problems, runs.length)).copy_(value)
+    else:
+        x[rows_on(runs, x.device)] = value.flatten(0, 1).to(x.dtype)
+
+
+def merge_rows(
+    out_TZNH: Tensor, lse_TZN: Tensor, runs: Runs, part_XQZMGH: Tensor, lse_XQZMG: Tensor
+) -> None:
+    """Merges a launch's result into its rows, in place; a storing launch overwrites them."""
+    if out_TZNH.is_cuda:
+        from megatron_bp.attention import triton_passes
+
+        starts = starts_on(runs, out_TZNH.device)
+        triton_passes.merge_rows(
+            out_TZNH, lse_TZN, starts, part_XQZMGH, lse_XQZMG, store=runs.store
+        )
+        return
+    part, part_lse = part_XQZMGH.flatten(3, 4), lse_XQZMG.flatten(3, 4)
+    if not runs.store:
+        part, part_lse = merge(read_rows(out_TZNH, runs), read_rows(lse_TZN, runs), part, part_lse)
+    _write_rows(out_TZNH, runs, part)
+    _write_rows(lse_TZN, runs, part_lse)
+
+
+def add_rows(
+    targets_SZMW: tuple[Tensor, ...], runs: Runs, values_XQZMW: tuple[Tensor, ...]
+) -> None:
+    """Adds values to the rows of their targets, in place; a storing launch overwrites them.
+
+    Up to two targets of one layout (keys and values) share a pass. Overlapping runs are added in a
+    fixed order, so the result is deterministic.
+    """
+    device = targets_SZMW[0].device
+    if device.type == "cuda":
+        from megatron_bp.attention import triton_passes
+
+        starts = starts_on(runs, device)
+        for members in rounds_on(runs, device):
+            triton_passes.add_rows(targets_SZMW, starts, members, values_XQZMW, store=runs.store)
+        return
+    for target, value in zip(targets_SZMW, values_XQZMW, strict=True):
+        if runs.store:
+            _write_rows(target, runs, value)
+        else:
+            target.index_add_(0, rows_on(runs, device), value.flatten(0, 1).to(target.dtype))

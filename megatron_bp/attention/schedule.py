@@ -1,0 +1,160 @@
+"""Orders a plan's launches for one pass and says which of them may overwrite what they write.
+
+The first step that touches a row stores its result; later ones merge or add. Rows that no step
+stores are listed as gaps, to be filled once. Pure integers, computed once a plan and cached.
+Specified by tests/attention/test_schedule.py.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_bp.attention.contract import Window
+from megatron_bp.layout.decomposition import KeySpace, Launch, Phase
+from megatron_bp.layout.plan import RankPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Runs of `length` rows, one a problem, and how results are written to them.
+
+    `store` means that no earlier step touched these rows and that they do not overlap, so a result
+    may overwrite them. Within one of the `rounds` (problem numbers) no two runs overlap.
+    """
+
+    starts: NDArray[np.int64]
+    length: int
+    store: bool
+    rounds: tuple[NDArray[np.int64], ...]
+
+    @cached_property
+    def span(self) -> tuple[int, int]:
+        """The rows [lo, hi) if the runs lie back to back, else an empty range."""
+        if (np.diff(self.starts) != self.length).any():
+            return 0, 0
+        return int(self.starts[0]), int(self.starts[-1]) + self.length
+
+    @property
+    def num_problems(self) -> int:
+        """X, the number of runs."""
+        return len(self.starts)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One launch. `folded` problems read the same keys and become query heads of one problem."""
+
+    rows: Runs
+    keys: tuple[tuple[KeySpace, Runs], ...]
+    window: Window
+    folded: bool
+
+
+Gaps = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """The steps of a forward or backward pass by phase, and the rows [lo, hi) that none stores."""
+
+    steps: Mapping[Phase, tuple[Step, ...]]
+    row_gaps: Gaps
+    key_gaps: Mapping[KeySpace, Gaps]
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """Both passes of one layer over local rows that start at `first_row`."""
+
+    forward: Pass
+    backward: Pass
+    first_row: int
+
+
+@lru_cache(maxsize=64)
+def make_schedule(plan: RankPlan, corrupted_only: bool) -> Schedule:
+    """The schedule of `plan`; backward runs the phases and their launches in reverse."""
+    launches = plan.corrupted_launches if corrupted_only else plan.launches
+    first_row = plan.rows.num_clean if corrupted_only else 0
+    return Schedule(
+        forward=_make_pass(plan, first_row, [(x.ready, x) for x in launches]),
+        backward=_make_pass(
+            plan, first_row, sorted(((x.slab, x) for x in launches[::-1]), key=lambda x: -x[0])
+        ),
+        first_row=first_row,
+    )
+
+
+class _Rows:
+    """Which rows have been touched, and which of them by a step that may store."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.touched = np.zeros(num_rows, dtype=np.bool_)
+        self.stored = np.zeros(num_rows, dtype=np.bool_)
+
+    def write(self, starts: NDArray[np.int64], length: int) -> Runs:
+        """The runs of the next step that writes here."""
+        rounds = disjoint_rounds(starts, length)
+        index = (starts[:, None] + np.arange(length)).ravel()
+        store = len(rounds) == 1 and not self.touched[index].any()
+        self.touched[index] = True
+        if store:
+            self.stored[index] = True
+        return Runs(starts, length, store, rounds)
+
+    def gaps(self) -> Gaps:
+        """Rows that no step stores."""
+        edges = np.flatnonzero(np.diff(np.concatenate([[True], self.stored, [True]])))
+        return tuple((int(lo), int(hi)) for lo, hi in edges.reshape(-1, 2))
+
+
+def disjoint_rounds(starts: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], ...]:
+    """Problem numbers, split into the fewest rounds whose runs do not overlap."""
+    order = np.argsort(starts, kind="stable")
+    if (np.diff(starts[order]) >= length).all():
+        return (np.arange(len(starts)),)
+    rounds: list[list[int]] = []
+    for problem in order:
+        for members in rounds:
+            if starts[members[-1]] + length <= starts[problem]:
+                members.append(int(problem))
+                break
+        else:
+            rounds.append([int(problem)])
+    return tuple(np.array(members, dtype=np.int64) for members in rounds)
+
+
+def _make_pass(plan: RankPlan, first_row: int, launches: Iterable[tuple[Phase, Launch]]) -> Pass:
+    """The pass that runs `launches` (each with its phase) in the order given."""
+    rows = _Rows(plan.rows.num_rows - first_row)
+    keys = {
+        KeySpace.CLEAN: _Rows(plan.exchange.num_buffer_rows),
+        KeySpace.OWN: _Rows(len(plan.own_coordinate)),
+    }
+    steps: dict[Phase, list[Step]] = {phase: [] for phase in Phase}
+    for phase, launch in launches:
+        folded = _shares_keys(launch)
+        written = []
+        for run in launch.keys:
+            starts = run.starts[:1] if folded else run.starts
+            written.append((run.space, keys[run.space].write(starts, run.length)))
+        step = Step(
+            rows.write(launch.rows - first_row, launch.num_rows),
+            tuple(written),
+            Window(launch.left, launch.right),
+            folded,
+        )
+        steps[phase].append(step)
+    return Pass(
+        {phase: tuple(steps[phase]) for phase in Phase},
+        rows.gaps(),
+        {space: found.gaps() for space, found in keys.items()},
+    )
+
+
+def _shares_keys(launch: Launch) -> bool:
+    starts = [run.starts for run in launch.keys]
+    return launch.num_problems > 1 and all((s == s[0]).all() for s in starts)

@@ -1,0 +1,205 @@
+"""Triton kernels of passes.py: one read and one write of every row, no temporaries.
+
+Knows strides and dtypes, no plan. Letters as in passes.py; W is a run of contiguous elements.
+Specified by tests/attention/test_triton_passes.py (interpreted on CPU) and test_gpu_passes.py.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _merge_kernel(  # type: ignore[no-untyped-def]
+    out_ptr,
+    lse_ptr,
+    starts_ptr,
+    part_ptr,
+    part_lse_ptr,
+    num_rows,
+    num_heads,
+    group,
+    size,
+    out_t,
+    out_z,
+    out_n,
+    lse_t,
+    lse_z,
+    lse_n,
+    part_x,
+    part_q,
+    part_z,
+    part_m,
+    part_g,
+    plse_x,
+    plse_q,
+    plse_z,
+    plse_m,
+    plse_g,
+    STORE: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """out, lse of one row and sample, HEADS heads at a time; see merge.py for the formula."""
+    row = tl.program_id(0).to(tl.int64)
+    z = tl.program_id(1)
+    x, a = row // num_rows, row % num_rows
+    t = tl.load(starts_ptr + x) + a
+    n = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
+    h = tl.arange(0, SIZE)
+    m, g = n // group, n % group
+    keep = n < num_heads
+    keep2 = keep[:, None] & (h < size)[None, :]
+    lse_at = lse_ptr + t * lse_t + z * lse_z + n * lse_n
+    out_at = out_ptr + t * out_t + z * out_z + n[:, None] * out_n + h[None, :]
+    part_at = part_ptr + x * part_x + a * part_q + z * part_z
+    part_at = part_at + m[:, None] * part_m + g[:, None] * part_g + h[None, :]
+    plse_at = part_lse_ptr + x * plse_x + a * plse_q + z * plse_z + m * plse_m + g * plse_g
+    lse_b = tl.load(plse_at, mask=keep, other=float("-inf"))
+    out_b = tl.load(part_at, mask=keep2, other=0.0).to(tl.float32)
+    if STORE:
+        lse, out = lse_b, out_b
+    else:
+        lse_a = tl.load(lse_at, mask=keep, other=float("-inf"))
+        out_a = tl.load(out_at, mask=keep2, other=0.0).to(tl.float32)
+        base = tl.maximum(lse_a, lse_b)
+        base = tl.where(base == float("-inf"), 0.0, base)
+        weight_a, weight_b = tl.exp(lse_a - base), tl.exp(lse_b - base)
+        total = weight_a + weight_b
+        empty = total == 0.0
+        scale = 1.0 / tl.where(empty, 1.0, total)
+        lse = tl.where(empty, float("-inf"), base + tl.log(tl.where(empty, 1.0, total)))
+        out = out_a * (weight_a * scale)[:, None] + out_b * (weight_b * scale)[:, None]
+    tl.store(lse_at, lse, mask=keep)
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=keep2)
+
+
+def merge_rows(
+    out_TZNH: Tensor,
+    lse_TZN: Tensor,
+    starts: Tensor,
+    part_XQZMGH: Tensor,
+    lse_XQZMG: Tensor,
+    *,
+    store: bool,
+) -> None:
+    """See passes.merge_rows; `starts` int64 [X] are the first rows of the problems."""
+    problems, rows, samples, kv_heads, group, size = part_XQZMGH.shape
+    assert out_TZNH.stride(-1) == part_XQZMGH.stride(-1) == 1, "head elements must be contiguous"
+    padded = triton.next_power_of_2(size)
+    num_heads = kv_heads * group
+    heads = min(triton.next_power_of_2(num_heads), max(1, 4096 // padded))
+    _merge_kernel[(problems * rows, samples, triton.cdiv(num_heads, heads))](
+        out_TZNH,
+        lse_TZN,
+        starts,
+        part_XQZMGH,
+        lse_XQZMG,
+        rows,
+        num_heads,
+        group,
+        size,
+        *out_TZNH.stride()[:3],
+        *lse_TZN.stride(),
+        *part_XQZMGH.stride()[:5],
+        *lse_XQZMG.stride(),
+        STORE=store,
+        HEADS=heads,
+        SIZE=padded,
+    )
+
+
+@triton.jit
+def _add_kernel(  # type: ignore[no-untyped-def]
+    first_ptr,
+    second_ptr,
+    starts_ptr,
+    members_ptr,
+    value_ptr,
+    value2_ptr,
+    num_rows,
+    num_heads,
+    width,
+    to_s,
+    to_z,
+    to_m,
+    from_x,
+    from_q,
+    from_z,
+    from_m,
+    STORE: tl.constexpr,
+    BOTH: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """target[start + a] += value[x, a] for one row, sample, head and WIDTH elements."""
+    row = tl.program_id(0).to(tl.int64)
+    z, m = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
+    x = tl.load(members_ptr + row // num_rows)
+    a = row % num_rows
+    s = tl.load(starts_ptr + x) + a
+    w = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+    keep = w < width
+    to = s * to_s + z * to_z + m * to_m + w
+    source = x * from_x + a * from_q + z * from_z + m * from_m + w
+    total = tl.load(value_ptr + source, mask=keep, other=0.0).to(tl.float32)
+    if not STORE:
+        total += tl.load(first_ptr + to, mask=keep, other=0.0).to(tl.float32)
+    tl.store(first_ptr + to, total.to(first_ptr.dtype.element_ty), mask=keep)
+    if BOTH:
+        total2 = tl.load(value2_ptr + source, mask=keep, other=0.0).to(tl.float32)
+        if not STORE:
+            total2 += tl.load(second_ptr + to, mask=keep, other=0.0).to(tl.float32)
+        tl.store(second_ptr + to, total2.to(second_ptr.dtype.element_ty), mask=keep)
+
+
+def add_rows(
+    targets_SZMW: tuple[Tensor, ...],
+    starts: Tensor,
+    members: Tensor,
+    values_XQZMW: tuple[Tensor, ...],
+    *,
+    store: bool,
+) -> None:
+    """See passes.add_rows; adds the problems `members` int64, whose runs must not overlap."""
+    values = _same_strides(values_XQZMW)
+    targets, values = _collapse(targets_SZMW, values)
+    target, value = targets[0], values[0]
+    assert all(x.stride() == target.stride() for x in targets), "targets must share a layout"
+    assert target.stride(-1) == value.stride(-1) == 1, "the last dim must be contiguous"
+    _, rows, samples, heads, width = value.shape
+    block = min(triton.next_power_of_2(width), 2048)
+    _add_kernel[(len(members) * rows, samples * heads, triton.cdiv(width, block))](
+        target,
+        targets[-1],
+        starts,
+        members,
+        value,
+        values[-1],
+        rows,
+        heads,
+        width,
+        *target.stride()[:3],
+        *value.stride()[:4],
+        STORE=store,
+        BOTH=len(targets) == 2,
+        WIDTH=block,
+    )
+
+
+def _same_strides(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    if all(x.stride() == values[0].stride() and x.stride(-1) == 1 for x in values):
+        return values
+    return tuple(x.contiguous() for x in values)
+
+
+def _collapse(
+    targets: tuple[Tensor, ...], values: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """The same tensors with heads and elements as one dim where both lie so in memory."""
+    width = values[0].shape[-1]
+    if all(x.stride(-2) == width for x in (*targets, *values)):
+        return (
+            tuple(x.flatten(-2)[..., None, :] for x in targets),
+            tuple(x.flatten(-2)[..., None, :] for x in values),
+        )
+    return targets, values

@@ -1,0 +1,145 @@
+"""The small passes equal their formulas, in plain torch and as Triton kernels.
+
+Without a GPU the Triton kernels run in Triton's interpreter, in a process of their own because
+the interpreter is chosen when Triton is imported.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_bp.attention import passes
+from megatron_bp.attention.merge import merge
+from megatron_bp.attention.schedule import Runs, disjoint_rounds
+
+ROWS, SAMPLES, KV_HEADS, GROUP, SIZE = 12, 2, 3, 2, 6
+CASES = {
+    "back to back": (np.array([4, 7]), 3),
+    "apart": (np.array([9, 1, 6]), 2),
+    "overlapping": (np.array([3, 4, 5, 8]), 3),
+    "one": (np.array([2]), 7),
+}
+
+
+def runs_of(name: str, store: bool) -> Runs:
+    """The runs of a case."""
+    starts, length = CASES[name]
+    return Runs(starts, length, store, disjoint_rounds(starts, length))
+
+
+def random(*shape: int, seed: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+def merge_inputs(runs: Runs, device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """out, lse, and a part with folded heads (a permuted view); both with some empty rows."""
+    heads = KV_HEADS * GROUP
+    out = random(ROWS, SAMPLES, heads, SIZE, seed=1, device=device, dtype=dtype)
+    lse = random(SAMPLES, heads, ROWS, seed=2, device=device).permute(2, 0, 1)
+    x, q = runs.num_problems, runs.length
+    part = random(SAMPLES, q, KV_HEADS, x, GROUP, SIZE, seed=3, device=device, dtype=dtype)
+    part_lse = random(SAMPLES, KV_HEADS, x, GROUP, q, seed=4, device=device)
+    part_lse[:, 0, :, :, ::2] = float("-inf")
+    part[:, ::2, 0] = 0
+    lse[::3] = float("-inf")
+    out[::3] = 0
+    return out, lse, part.permute(3, 1, 0, 2, 4, 5), part_lse.permute(2, 4, 0, 1, 3)
+
+
+def check_merge(name: str, store: bool, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """merge_rows against the formula, row by row; other rows stay as they were."""
+    runs = runs_of(name, store)
+    out, lse, part, part_lse = merge_inputs(runs, device, dtype)
+    want_out, want_lse = out.clone(), lse.clone()
+    for x, start in enumerate(runs.starts):
+        rows = slice(int(start), int(start) + runs.length)
+        new, new_lse = part[x].flatten(2, 3).float(), part_lse[x].flatten(2, 3)
+        if not store:
+            new, new_lse = merge(want_out[rows].float(), want_lse[rows], new, new_lse)
+        want_out[rows], want_lse[rows] = new.to(dtype), new_lse
+    if store:  # a stored row must not depend on what was there
+        for start in runs.starts:
+            out[int(start) : int(start) + runs.length] = float("nan")
+            lse[int(start) : int(start) + runs.length] = float("nan")
+    passes.merge_rows(out, lse, runs, part, part_lse)
+    torch.testing.assert_close(out, want_out, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-6, atol=1e-6)
+
+
+def check_add(name: str, store: bool, device: str, packed: bool) -> None:
+    """add_rows of bf16 values into fp32 rows, for a packed pair or for one tensor."""
+    runs = runs_of(name, store)
+    pair = random(ROWS, SAMPLES, 2, KV_HEADS, SIZE, seed=5, device=device)
+    values = tuple(
+        random(runs.num_problems, SAMPLES, runs.length, KV_HEADS, SIZE, seed=s, device=device)
+        .bfloat16()
+        .transpose(1, 2)
+        for s in (6, 7)
+    )
+    targets = (pair[:, :, 0], pair[:, :, 1]) if packed else (pair[:, :, 0].clone(),)
+    values = values[: len(targets)]
+    want = [target.clone() for target in targets]
+    for target, value in zip(want, values, strict=True):
+        for x, start in enumerate(runs.starts):
+            rows = slice(int(start), int(start) + runs.length)
+            target[rows] = value[x].float() + (0 if store else target[rows])
+    passes.add_rows(targets, runs, values)
+    for target, expected in zip(targets, want, strict=True):
+        torch.testing.assert_close(target, expected, rtol=1e-6, atol=1e-6)
+
+
+def check_all(device: str) -> None:
+    """Every case on `device`."""
+    for name in CASES:
+        for store in (False, True):
+            if store and name == "overlapping":
+                continue  # overlapping runs never store
+            check_add(name, store, device, packed=True)
+            check_add(name, store, device, packed=False)
+            if name != "overlapping":
+                check_merge(name, store, device, torch.float32, 1e-6)
+                check_merge(name, store, device, torch.bfloat16, 2**-7)
+
+
+def test_torch_passes_equal_their_formulas() -> None:
+    check_all("cpu")
+
+
+def test_triton_passes_equal_their_formulas_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, __file__], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _interpret() -> None:
+    """Sends CPU tensors to the Triton kernels."""
+    from megatron_bp.attention import triton_passes
+
+    def merge_rows(out: Tensor, lse: Tensor, runs: Runs, part: Tensor, part_lse: Tensor) -> None:
+        starts = passes.starts_on(runs, out.device)
+        triton_passes.merge_rows(out, lse, starts, part, part_lse, store=runs.store)
+
+    def add_rows(targets: tuple[Tensor, ...], runs: Runs, values: tuple[Tensor, ...]) -> None:
+        device = targets[0].device
+        starts = passes.starts_on(runs, device)
+        for members in passes.rounds_on(runs, device):
+            triton_passes.add_rows(targets, starts, members, values, store=runs.store)
+
+    passes.merge_rows, passes.add_rows = merge_rows, add_rows
+    check_all("cpu")
+
+
+if __name__ == "__main__":
+    _interpret()
