@@ -4,6 +4,8 @@ The obvious implementation that the fast kernels are tested against; exact in fp
 quadratic, so it is for CPUs and tests. Specified by tests/attention/test_kernels.py.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -14,19 +16,8 @@ from megatron_bp.attention.contract import (
     Strategy,
     Window,
     lse_dtype,
+    window_mask,
 )
-
-
-def window_mask(num_rows: int, num_keys: int, window: Window, device: torch.device) -> Tensor:
-    """Allowed pairs of a bottom-right aligned window, bool [num_rows, num_keys]."""
-    at = torch.arange(num_rows, device=device)[:, None] + (num_keys - num_rows)
-    key = torch.arange(num_keys, device=device)
-    allowed = torch.ones(num_rows, num_keys, dtype=torch.bool, device=device)
-    if window.left >= 0:
-        allowed &= key >= at - window.left
-    if window.right >= 0:
-        allowed &= key <= at + window.right
-    return allowed
 
 
 def _scores(q_ZQNH: Tensor, k_ZKMH: Tensor, mask_QK: Tensor, scale: float) -> Tensor:
@@ -75,9 +66,11 @@ def attend_backward(
     return dq, dk, dv
 
 
+@dataclass(frozen=True)
 class DenseKernel:
     """Plain torch attention for `native` and `interval`."""
 
+    deterministic: bool = False
     name = "dense"
     caps = KernelCaps(
         strategies=frozenset(Strategy),
