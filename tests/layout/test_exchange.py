@@ -200,6 +200,16 @@ def test_the_early_slab_of_an_aligned_sample_is_gathered_in_place_and_the_late_o
         assert exchange.sent_rows == 2 * 32
 
 
+@settings(max_examples=150, deadline=None)
+@given(requests())
+def test_the_early_slab_of_one_run_of_blocks_needs_no_copy(request: PlanRequest) -> None:
+    dense = replace(request, documents=(), prompts=(), windowed_exchange=False)
+    for rank in range(request.num_ranks):
+        exchange = make_plan(dense, rank).exchange
+        assert isinstance(exchange, SlabExchange)
+        assert (exchange.slabs[0].in_place_at, exchange.slabs[0].copies) == (0, ())
+
+
 def test_contiguous_ownership_is_gathered_beside_both_times() -> None:
     blocks = PlanRequest(length=32, block_size=4).blocks
     chunks = make_chunks(blocks, 2, Ownership.CONTIGUOUS)

@@ -169,12 +169,14 @@ def test_corrupted_and_clean_rows_of_a_rank_cover_the_same_positions(request: Pl
 def test_packed_documents_leave_ranks_within_two_blocks_of_equal_tokens(
     request: PlanRequest,
 ) -> None:
-    """Each cut is at most half a block from its ideal place, so a chunk is off by one block."""
+    """Each cut is at most half a block from its ideal place, so a rank's two chunks are by two."""
     blocks, num_ranks = request.blocks, request.num_ranks
     full = blocks.stop - blocks.start == blocks.block_size
     if full[:-1].all():
         return  # one run of equal blocks is padded instead
     chunks = make_chunks(blocks, num_ranks, Ownership.DUAL_END)
+    ideal = np.linspace(0, request.length, 2 * num_ranks + 1)
+    assert (np.abs(chunks.bounds - ideal) <= request.block_size / 2 + 1e-9).all()
     for rank in range(num_ranks):
         tokens = sum(hi - lo for lo, hi in chunks.spans_of(rank))
         assert abs(tokens - request.length / num_ranks) <= 2 * request.block_size

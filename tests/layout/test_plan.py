@@ -99,8 +99,9 @@ def test_the_same_pairs_are_computed_in_every_layout(request: PlanRequest) -> No
 @settings(max_examples=60, deadline=None)
 @given(requests())
 def test_layers_with_other_windows_share_their_rows(request: PlanRequest) -> None:
-    plan = make_plan(request, 0)
+    plan = make_plan(request, request.num_ranks - 1)
     other = with_window(plan, 6)
+    assert other.rank == plan.rank
     assert other.request == replace(request, window=6)
     assert same(other.rows, plan.rows)
     assert with_window(other, request.window) is plan
