@@ -1,7 +1,7 @@
 """Every kernel that runs on CPU keeps the contract: values, LSE, gradients, windows, empty rows.
 
 The oracle is plain autograd in fp64 on a boolean mask. Kernels of a GPU are held to the same
-contract by tests/gpu.
+contract by test_gpu_kernels.py.
 """
 
 import math
