@@ -31,6 +31,7 @@ from megatron_bp.convert.hf_assets import (
     read_config,
 )
 from megatron_bp.convert.hf_model import EMBEDDING, HEAD, HfModel, open_hf_model
+from megatron_bp.convert.link import Link, TensorInfo, row_box, row_ranges
 from megatron_bp.convert.mask_row import (
     MaskRowSource,
     NewRow,
@@ -48,10 +49,9 @@ from megatron_bp.convert.megatron_args import (
 )
 from megatron_bp.convert.plan import (
     Layout,
-    Link,
-    TensorInfo,
     choose_dtype,
     extra_state_keys,
+    link_key,
     make_links,
 )
 from megatron_bp.convert.progress import Progress
@@ -185,9 +185,7 @@ def _write(
             progress.advance(tensor.nbytes)
             return tensor
 
-        objects = {
-            key: None for key in extra_state_keys(model.family, shape.num_layers, request.layout)
-        }
+        objects = {key: None for key in extra_state_keys(model.family, shape, request.layout)}
         state = common_state(shape, bdlm, request.layout, dtype)
         write_torch_dist(
             partial / RELEASE_NAME, chunks, {**objects, COMMON_STATE: state}, make_chunk
@@ -215,30 +213,30 @@ def _plan_chunks(
     owner: dict[Chunk, _Owner] = {}
     for link in links:
         stacked = layout is Layout.HOMOGENEOUS and link.layer >= 0
-        kept = choose_dtype(source.tensors[link.sources[0]].dtype, dtype)
+        kept = source.tensors[link.sources[0]].dtype
+        kept = kept if link.pinned else choose_dtype(kept, dtype)
         lead = (shape.num_layers,) if stacked else ()
         info = TensorInfo((*lead, *link.shape), kept)
-        step = max(1, CHUNK_BYTES // TensorInfo(link.shape, kept).row_bytes)
-        for lo in range(0, link.shape[0], step):
-            rows = min(step, link.shape[0] - lo)
-            offset = ((link.layer,) if stacked else ()) + (lo,) + (0,) * (len(link.shape) - 1)
-            size = ((1,) if stacked else ()) + (rows, *link.shape[1:])
-            owner[Chunk(link.key(layout), info, offset, size)] = _Owner(link, lo, kept)
+        for lo, rows in row_ranges(link, kept.itemsize, CHUNK_BYTES):
+            box = row_box(link, lo, rows)
+            offset = ((link.layer,) if stacked else ()) + box[0]
+            size = ((1,) if stacked else ()) + box[1]
+            owner[Chunk(link_key(link, layout), info, offset, size)] = _Owner(link, lo, kept)
     return list(owner), owner
 
 
 def _fill(link: Link, source: TensorSource, rows_lo: int, chunk: Chunk) -> torch.Tensor:
     out = torch.empty(chunk.size, dtype=chunk.info.dtype)
-    rows = out.view(-1, *link.shape[1:])
+    rows = out.view(-1, *link.row_shape)
     for piece in clip(link.pieces, rows_lo, rows_lo + rows.shape[0]):
         name = link.sources[piece.source]
         part = rows[piece.target_lo - rows_lo :][: piece.rows]
-        if source.tensors[name].dtype == out.dtype:
+        if source.tensors[name].dtype == out.dtype and not link.offset:
             source.read_rows_into(name, piece.source_lo, part)
         else:
             stored = torch.empty(part.shape, dtype=source.tensors[name].dtype)
             source.read_rows_into(name, piece.source_lo, stored)
-            part.copy_(stored)
+            part.copy_(stored.double() + link.offset if link.offset else stored)
     return out
 
 

@@ -52,8 +52,7 @@ def checkpoint_args(
     because they belong to the run (tensor parallel size, data) and would silently override it.
     """
     return argparse.Namespace(
-        **_architecture(shape),
-        **_absent_features(),
+        **{**_architecture(shape), **_absent_features(), **dict(shape.args)},
         bdlm_objective=bdlm.objective,
         block_size=bdlm.block_size,
         mask_token_id=bdlm.mask_token_id,
@@ -173,6 +172,9 @@ def megatron_flags(shape: ModelShape, bdlm: BdlmSettings, dtype: torch.dtype) ->
         flags["qk-layernorm"] = True
     if not shape.tied:
         flags["untie-embeddings-and-output-weights"] = True
+    flags = {
+        name: value for name, value in (flags | dict(shape.flags)).items() if value is not False
+    }
     if dtype != torch.float32:
         flags["bf16" if dtype == torch.bfloat16 else "fp16"] = True
     flags |= {"ckpt-format": "torch_dist", "finetune": True, "exit-on-missing-checkpoint": True}

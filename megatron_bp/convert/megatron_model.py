@@ -18,13 +18,13 @@ import torch
 
 from megatron_bp.convert.families import read_model
 from megatron_bp.convert.families.base import Family, ModelShape
+from megatron_bp.convert.link import Link, TensorInfo
 from megatron_bp.convert.megatron_args import RELEASE_NAME, TRACKER_NAME
 from megatron_bp.convert.plan import (
     PADDED_KEYS,
     Layout,
-    Link,
-    TensorInfo,
     check_coverage,
+    link_key,
     make_links,
     megatron_shapes,
 )
@@ -60,11 +60,11 @@ class MegatronModel:
     def iter_rows(self, link: Link) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields (first row, rows) blocks of the link's tensor."""
         layer = link.layer if self.layout is Layout.HOMOGENEOUS else -1
-        return self.reader.iter_rows(link.key(self.layout), layer)
+        return self.reader.iter_rows(link_key(link, self.layout), layer)
 
     def info(self, link: Link) -> TensorInfo:
         """Returns the stored shape and dtype of the link's key."""
-        return self.reader.tensors[link.key(self.layout)]
+        return self.reader.tensors[link_key(link, self.layout)]
 
 
 def find_iteration(root: Path, iteration: int) -> Path:

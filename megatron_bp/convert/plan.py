@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
 
 from megatron_bp.convert.families.base import Entry, Family, ModelShape
-from megatron_bp.convert.rules import Pieces, check_bijection, target_rows
-
-TOP = -1
-"""The layer number of tensors that belong to no layer."""
+from megatron_bp.convert.link import TOP, Link, TensorInfo, check_links
+from megatron_bp.convert.rules import target_rows
 
 PADDED_KEYS = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Megatron pads these tables; rows past the Hugging Face vocabulary carry nothing."""
@@ -41,40 +38,9 @@ class Layout(StrEnum):
     HOMOGENEOUS = "homogeneous"
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """Shape and dtype of a stored tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """The size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def row_bytes(self) -> int:
-        """The size of one row (dim 0) in bytes."""
-        return math.prod(self.shape[1:]) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Link:
-    """One Megatron tensor (`name` inside layer `layer`, or `TOP`) and the sources of its rows."""
-
-    name: str
-    layer: int
-    shape: tuple[int, ...]
-    sources: tuple[str, ...]
-    source_shapes: tuple[tuple[int, ...], ...]
-    pieces: Pieces
-
-    def key(self, layout: Layout) -> str:
-        """Returns the key of the tensor in a checkpoint of that layout."""
-        if self.layer == TOP:
-            return self.name
-        return layer_key(self.name, self.layer, layout)
+def link_key(link: Link, layout: Layout) -> str:
+    """Returns the key of the link's tensor in a checkpoint of that layout."""
+    return link.name if link.layer == TOP else layer_key(link.name, link.layer, layout)
 
 
 def layer_key(name: str, layer: int, layout: Layout) -> str:
@@ -88,27 +54,39 @@ def make_links(family: Family, shape: ModelShape) -> tuple[Link, ...]:
 
     A tied model has no head link: Megatron and Hugging Face both leave that key out.
     """
-    dims = shape.dims()
-    entries = family.top if shape.tied else (*family.top, family.head)
-    links = [_make_link(entry, TOP, dims, shape.num_groups) for entry in entries]
-    for layer in range(shape.num_layers):
-        links += [_make_link(entry, layer, dims, shape.num_groups) for entry in family.layer]
+    links = [
+        _make_link(entry, layer, shape)
+        for layer in (TOP, *range(shape.num_layers))
+        for entry in family.entries(family, shape, layer)
+    ]
+    check_links(links)
     return tuple(links)
 
 
-def _make_link(entry: Entry, layer: int, dims: Mapping[str, int], num_groups: int) -> Link:
-    prefix = "" if layer == TOP else f"model.layers.{layer}."
-    shapes = tuple(tuple(dims[name] for name in source.shape) for source in entry.sources)
-    rows = [source_shape[0] for source_shape in shapes]
-    pieces = entry.rule(rows, num_groups)
-    check_bijection(pieces, rows)
+def _make_link(entry: Entry, layer: int, shape: ModelShape) -> Link:
+    dims = shape.dims()
+    prefix = "" if layer == TOP else f"{shape.layer_prefix}{layer}."
+    shapes = tuple(
+        tuple(size if isinstance(size, int) else dims[size] for size in source.shape)
+        for source in entry.sources
+    )
+    row_shape = shapes[0][len(shapes[0]) - entry.width_dims :] if entry.width_dims else ()
+    rows = [math.prod(s[: len(s) - entry.width_dims]) for s in shapes]
+    pieces = entry.rule(rows, shape.num_groups)
+    num_rows = target_rows(pieces)
+    lead = tuple(size if isinstance(size, int) else dims[size] for size in entry.stack)
+    assert num_rows % math.prod(lead) == 0, f"{entry.target}: {num_rows} rows do not fill {lead}"
     return Link(
         name=entry.target,
         layer=layer,
-        shape=(target_rows(pieces), *shapes[0][1:]),
+        shape=(*lead, num_rows // math.prod(lead), *row_shape),
         sources=tuple(prefix + source.name for source in entry.sources),
         source_shapes=shapes,
         pieces=pieces,
+        row_dims=len(lead) + 1,
+        offset=entry.offset,
+        pinned=entry.pinned,
+        alias=entry.alias,
     )
 
 
@@ -128,18 +106,18 @@ def megatron_shapes(
     shapes = {}
     for link in links:
         stacked = layout is Layout.HOMOGENEOUS and link.layer != TOP
-        shapes[link.key(layout)] = (num_layers, *link.shape) if stacked else link.shape
+        shapes[link_key(link, layout)] = (num_layers, *link.shape) if stacked else link.shape
     return shapes
 
 
-def extra_state_keys(family: Family, num_layers: int, layout: Layout) -> tuple[str, ...]:
+def extra_state_keys(family: Family, shape: ModelShape, layout: Layout) -> tuple[str, ...]:
     """Returns the keys of the (empty) `_extra_state` objects that Megatron asks for."""
-    keys = [f"{module}._extra_state/shard_0_1" for module in family.extra_states]
-    for layer in range(num_layers):
-        shard = "0_1" if layout is Layout.PER_LAYER else f"{layer}_{num_layers}"
+    keys = [f"{module}._extra_state/shard_0_1" for module in family.states(family, shape, TOP)]
+    for layer in range(shape.num_layers):
+        shard = "0_1" if layout is Layout.PER_LAYER else f"{layer}_{shape.num_layers}"
         keys += [
             f"{layer_key(module, layer, layout)}._extra_state/shard_{shard}"
-            for module in family.layer_extra_states
+            for module in family.states(family, shape, layer)
         ]
     return tuple(keys)
 

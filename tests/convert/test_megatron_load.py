@@ -249,5 +249,5 @@ def test_logits_equal_those_of_transformers_in_fp32(tmp_path: Path):
         assert difference <= 1e-4, (name, difference)
         # Every extra state that Megatron's local spec asks for is in what we write.
         family, shape = read_model(config)
-        assert set(objects) <= set(extra_state_keys(family, shape.num_layers, Layout.PER_LAYER))
+        assert set(objects) <= set(extra_state_keys(family, shape, Layout.PER_LAYER))
         assert objects

@@ -42,7 +42,7 @@ def test_checkpoint_keys_match_the_golden_list(config: dict[str, Any]):
     found = {}
     for layout in Layout:
         tensors = megatron_shapes(make_links(family, shape), layout, shape.num_layers)
-        objects = extra_state_keys(family, shape.num_layers, layout)
+        objects = extra_state_keys(family, shape, layout)
         found[str(layout)] = {
             "tensors": {key: list(size) for key, size in sorted(tensors.items())},
             "objects": sorted(objects),

@@ -18,6 +18,9 @@ class ModelShape:
     """What a dense decoder-only model needs to be built, in neutral names.
 
     `rope_scaling_factor` 0.0 means no scaling; otherwise Llama 3.1's rule with that factor.
+    `layer_prefix` goes before the layer number in Hugging Face names. `args` and `flags` replace or
+    add what megatron_args.py derives from the rest: Namespace fields, and command-line flags
+    without dashes (False leaves the flag out).
     """
 
     family: str
@@ -34,6 +37,9 @@ class ModelShape:
     rope_scaling_factor: float
     qk_norm: bool
     tied: bool
+    layer_prefix: str = "model.layers."
+    args: tuple[tuple[str, Any], ...] = ()
+    flags: tuple[tuple[str, str | int | float | bool], ...] = ()
 
     def dims(self) -> dict[str, int]:
         """Returns the sizes that entry tables name."""
@@ -49,19 +55,46 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Source:
-    """One Hugging Face tensor and its shape, in the names of `ModelShape.dims`."""
+    """One Hugging Face tensor and its shape, in numbers or in the names of `ModelShape.dims`."""
 
     name: str
-    shape: tuple[str, ...]
+    shape: tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One Megatron tensor made of the rows of some Hugging Face tensors by `rule`."""
+    """One Megatron tensor made of the rows of some Hugging Face tensors by `rule`.
+
+    A row has all dims of a source but the first, unless `row_rank` says how many trailing ones.
+    `stack` are leading target dims into which the rows are folded, ("experts",) for [E, F, H].
+    `offset`, `pinned` and `alias` are those of `Link`.
+    """
 
     target: str
     sources: tuple[Source, ...]
     rule: RowRule
+    stack: tuple[str | int, ...] = ()
+    row_rank: int = -1
+    offset: float = 0.0
+    pinned: bool = False
+    alias: bool = False
+
+    @property
+    def width_dims(self) -> int:
+        """The number of trailing source dims that make up a row."""
+        return self.row_rank if self.row_rank >= 0 else len(self.sources[0].shape) - 1
+
+
+def uniform_entries(family: Family, shape: ModelShape, layer: int) -> tuple[Entry, ...]:
+    """Returns `layer` for every layer, and `top` with the head of an untied model for `TOP`."""
+    if layer >= 0:
+        return family.layer
+    return family.top if shape.tied else (*family.top, family.head)
+
+
+def uniform_states(family: Family, shape: ModelShape, layer: int) -> tuple[str, ...]:
+    """Returns the extra states of any layer, or of the top level."""
+    return family.layer_extra_states if layer >= 0 else family.extra_states
 
 
 @dataclass(frozen=True)
@@ -70,6 +103,10 @@ class Family:
 
     `extra_states` and `layer_extra_states` list the modules whose `_extra_state` object Megatron's
     Transformer Engine or local layer spec asks for when it loads.
+    `entries` and `states` choose from the tables by layer (`TOP` for none) for models whose layers
+    differ. `pass_through` are prefixes of Hugging Face names that Megatron's model does not own
+    (vision, MTP); those tensors are kept beside the checkpoint and restored by an export.
+    `stackable` says whether all layers have the same tensors, as the homogeneous layout needs.
     """
 
     name: str
@@ -80,6 +117,10 @@ class Family:
     extra_states: tuple[str, ...]
     layer_extra_states: tuple[str, ...]
     read_shape: Callable[[Mapping[str, Any]], ModelShape]
+    entries: Callable[[Family, ModelShape, int], tuple[Entry, ...]] = uniform_entries
+    states: Callable[[Family, ModelShape, int], tuple[str, ...]] = uniform_states
+    pass_through: tuple[str, ...] = ()
+    stackable: bool = True
 
 
 def read_dense_shape(
