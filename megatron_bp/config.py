@@ -90,8 +90,9 @@ class BlockParallelConfig:
     )
     bp_prune_last_layer: bool = _knob(
         True,
-        "In the last layer, compute keys and values only for clean rows, since no loss reads their "
-        "output. Default on: it changes no result.",
+        "In the last layer, skip attention, projection and MLP of clean rows, whose output no loss "
+        "reads (their keys and values stay). Default on: it changes no result. Without effect with "
+        "--num-experts, whose auxiliary loss reads them.",
     )
 
     def __post_init__(self) -> None:

@@ -18,11 +18,19 @@ from megatron_bp.mcore import arguments, cpu, refusals, versions
 
 
 def pretrain_bdlm() -> None:
-    """Runs one training job from the command line.
+    """Runs one training job from the command line, and leaves the process group.
 
     Raises: ValueError for arguments that cannot be met, RuntimeError for a Megatron without our
     seams.
     """
+    train()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def train() -> None:
+    """Runs one training job from the command line; raises as `pretrain_bdlm`."""
     if not torch.cuda.is_available():
         cpu.enable_cpu()
     cpu.use_shipped_dataset_helpers()
@@ -47,9 +55,6 @@ def pretrain_bdlm() -> None:
         model_type=ModelType.encoder_or_decoder,
         forward_step_func=forward_step,
     )
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
 
 
 def parse() -> tuple[argparse.Namespace, BlockParallelConfig]:
@@ -62,7 +67,7 @@ def parse() -> tuple[argparse.Namespace, BlockParallelConfig]:
     from megatron.training.global_vars import get_tokenizer, set_global_variables
     from megatron.training.utils import print_rank_0
 
-    args = parse_args(_add_arguments)
+    args = parse_args(add_arguments)
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
@@ -129,10 +134,17 @@ def saved_arguments(folder: str) -> argparse.Namespace:
     return saved if isinstance(saved, argparse.Namespace) else argparse.Namespace()
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Returns Megatron's parser with our flags, CPU defaults and a working --help."""
     parser = arguments.add_block_parallel_arguments(parser)
     if not torch.cuda.is_available():
         parser.set_defaults(**cpu.CPU_FLAG_DEFAULTS)
+    for action in parser._actions:
+        # Some help texts of Megatron hold a bare percent sign, at which argparse's --help fails.
+        try:
+            str(action.help) % vars(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")
     return parser
 
 

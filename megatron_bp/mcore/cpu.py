@@ -240,14 +240,18 @@ def _patch_expert_splits() -> None:
 
 
 def _patch_distributed_optimizer() -> None:
-    # Without apex and Transformer Engine the inner optimizer is torch's Adam, which has no state
-    # before its first step. A checkpoint is loaded before that step, and the distributed optimizer
-    # then fails to read the step count. Give the state its shape first; loading overwrites it.
+    # Without apex and Transformer Engine the inner optimizer is torch's Adam, which keeps a step
+    # count for each parameter. The distributed optimizer saves one count and stumbles three times
+    # over it.
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     state_dict = DistributedOptimizer.state_dict
+    load_state_dict = DistributedOptimizer.load_state_dict
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def state_dict_with_state(self: Any) -> Any:
+        # A checkpoint is loaded before the first step, when Adam has no state to read a count from.
+        # Give the state its shape; loading overwrites it.
         inner = self.optimizer
         if isinstance(inner, torch.optim.Adam) and not inner.state:
             for group in inner.param_groups:
@@ -259,4 +263,18 @@ def _patch_distributed_optimizer() -> None:
                     }
         return state_dict(self)
 
+    @torch.no_grad()  # fp32 parameters are their own main parameters: loading writes into leaves
+    def load_with_own_steps(self: Any, saved: Any) -> None:
+        load_state_dict(self, saved)
+        for state in self.optimizer.state.values():
+            if "step" in state:  # one tensor in all states would count every parameter's step
+                state["step"] = state["step"].clone()
+
+    def set_states_without_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        # No format stores a count for each parameter: one lacks the entry, one brings back the
+        # count from before loading. An entry that is no tensor is skipped.
+        set_states(self, parameter, {**tensors, "step": "as loaded"})
+
     DistributedOptimizer.state_dict = state_dict_with_state
+    DistributedOptimizer.load_state_dict = load_with_own_steps
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_without_step

@@ -79,8 +79,9 @@ class CorruptionRules:
     def _supervised(
         self, tokens: np.ndarray, loss_mask: np.ndarray, is_padding: bool
     ) -> np.ndarray:
-        # Megatron's mask is about the *next* token: it is 0 at i where token i + 1 is padding.
-        supervised = np.concatenate([[True], loss_mask[:-1] > 0]) & (not is_padding)
+        # Megatron's mask is about the *next* token: it is 0 at i where token i + 1 is padding. The
+        # first token, which it says nothing of, goes with the second.
+        supervised = np.concatenate([loss_mask[:1] > 0, loss_mask[:-1] > 0]) & (not is_padding)
         supervised &= tokens != self.mask_token_id
         if not self.end_is_target:
             supervised &= tokens != self.end_of_document

@@ -150,7 +150,10 @@ class DiffusionForwardStep:
             grad_wire=GradWire(self.config.bp_grad_wire_dtype),
             deterministic=args.deterministic_mode,
         )
-        common = make_layout(request, groups, options, self.config.bp_prune_last_layer, _device())
+        # Experts balance the load of all rows: their auxiliary loss reads the last layer's clean
+        # rows too, so these are computed.
+        prune = self.config.bp_prune_last_layer and not args.num_experts
+        common = make_layout(request, groups, options, prune, _device())
         return LayoutSource(common, self.rules)
 
     def _receive(self, samples: Iterator[Sample], training: bool) -> Batch:

@@ -56,32 +56,7 @@ def diffusion_spec(spec: Any, transformer_config: Any) -> Any:
         self_attention=attention,
         self_attn_bda=_add_to_matching_rows(parts.self_attn_bda, transformer_config),
     )
-    return replace(spec, module=BlockDiffusionLayer, submodules=parts)
-
-
-class BlockDiffusionLayer(TransformerLayer):
-    """Megatron's layer, whose experts' row mask follows attention that dropped clean rows."""
-
-    def _forward_mlp(
-        self,
-        hidden_states: Tensor,
-        inference_context: Any = None,
-        padding_mask: Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> Any:
-        if padding_mask is not None and padding_mask.size(1) != hidden_states.size(0):
-            assert isinstance(packed_seq_params, BlockParams), "only our batches are pruned"
-            layout = packed_seq_params.layout
-            ignored = layout.moe_ignores()[-layout.num_corrupted :]
-            padding_mask = local_row_mask(
-                ignored, hidden_states.size(1), self.config.sequence_parallel
-            )
-        return super()._forward_mlp(
-            hidden_states,
-            inference_context,
-            padding_mask=padding_mask,
-            packed_seq_params=packed_seq_params,
-        )
+    return replace(spec, submodules=parts)
 
 
 class PlanRotary(nn.Module):

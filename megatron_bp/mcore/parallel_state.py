@@ -68,6 +68,8 @@ def make_block_groups(pg_collection: Any = parallel_state) -> BlockGroups:
 def destroy_block_parallel() -> None:
     """Destroys the process groups that block parallelism uses, with the rest of Megatron's."""
     parallel_state.destroy_model_parallel()
+    # Megatron forgets these, and the next initialisation would see the old ones.
+    parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None
 
 
 def _hierarchical_groups() -> list[dist.ProcessGroup]:

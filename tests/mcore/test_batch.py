@@ -1,0 +1,133 @@
+"""Layouts and batches: the ranks of a context group cut rows that together are the sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_bp.attention.block_parallel import AttentionOptions
+from megatron_bp.comm.groups import BlockGroups, LocalGroup
+from megatron_bp.layout.plan import PlanRequest
+from megatron_bp.mcore.batch import Batch, LayoutSource
+from megatron_bp.mcore.carrier import Layout, make_layout, make_params
+from tests.mcore.test_dataset import Clean, CorruptedDataset, rules
+
+LENGTH, Z = 24, 2
+CASES = [(1, 1, 1), (2, 2, 1), (2, 1, 1), (4, 2, 1), (2, 2, 4), (4, 4, 8)]  # P, C, row multiple
+
+
+class Ranks:
+    """Stands in for a process group: a size and a rank."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+def layout(
+    rank: int, num_ranks: int, shards: int, multiple: int = 1, views: int = 1, **given: Any
+) -> Layout:
+    groups = BlockGroups(
+        Ranks(num_ranks, rank),  # type: ignore[arg-type]
+        Ranks(shards, rank % shards),  # type: ignore[arg-type]
+        Ranks(num_ranks // shards, rank // shards),  # type: ignore[arg-type]
+    )
+    request = PlanRequest(
+        given.pop("length", LENGTH), 4, num_ranks, shards, views, row_multiple=multiple, **given
+    )
+    options = AttentionOptions(softmax_scale=1.0)
+    return make_layout(request, groups, options, True, torch.device("cpu"))
+
+
+def batch(name: str = "standard", **changes: Any) -> Batch:
+    dataset = CorruptedDataset(Clean(), rules(name, **changes))
+    samples = [dataset[0], dataset[2]]
+    stacked = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+    return Batch(
+        streams=torch.cat([stacked["clean"], stacked["corrupted"].flatten(1)], 1),
+        labels=stacked["labels"].flatten(1),
+        counted=stacked["counted"].flatten(1).long(),
+        weights=stacked["weights"].flatten(1),
+        normalizer=stacked["normalizer"].double(),
+    )
+
+
+@pytest.mark.parametrize(("num_ranks", "shards", "multiple"), CASES)
+@pytest.mark.parametrize("name", ["standard", "fast_dllm_v2"])
+def test_every_target_is_on_exactly_one_rank(
+    num_ranks: int, shards: int, multiple: int, name: str
+) -> None:
+    whole, views = batch(name), 2 if name == "fast_dllm_v2" else 1
+    found, counted, rows = [], 0, 0
+    for rank in range(num_ranks):
+        targets = whole.targets(layout(rank, num_ranks, shards, multiple, views))
+        where = targets.is_target
+        found += list(
+            zip(targets.labels[where].tolist(), targets.weights[where].tolist(), strict=True)
+        )
+        counted += int(targets.num_counted)
+        rows += int(targets.num_rows)
+        assert (targets.weights >= 0).all()
+    wanted = zip(
+        whole.labels[whole.weights > 0].tolist(),
+        whole.weights[whole.weights > 0].tolist(),
+        strict=True,
+    )
+    assert sorted(found) == sorted(wanted)
+    assert counted == int(whole.normalizer.sum())
+    assert rows == Z * views * LENGTH
+
+
+@pytest.mark.parametrize(("num_ranks", "shards", "multiple"), CASES)
+def test_tokens_are_those_of_the_rows(num_ranks: int, shards: int, multiple: int) -> None:
+    whole = batch()
+    for rank in range(num_ranks):
+        mine = layout(rank, num_ranks, shards, multiple)
+        tokens, rows = whole.tokens(mine), mine.plan.rows
+        assert tokens.shape == (Z, rows.num_rows)
+        for row, (stream, position) in enumerate(zip(rows.stream, rows.position, strict=True)):
+            if position < 0:
+                assert (tokens[:, row] == 0).all()
+            else:
+                at = stream * LENGTH + position
+                assert torch.equal(tokens[:, row], whole.streams[:, at])
+
+
+def test_experts_count_each_clean_row_once() -> None:
+    """Over the context group, clean rows and corrupted rows count once each."""
+    for num_ranks, shards, multiple in CASES:
+        layouts = [layout(rank, num_ranks, shards, multiple) for rank in range(num_ranks)]
+        counts = sum(int((~mine.moe_ignores()).sum()) for mine in layouts)
+        assert counts == 2 * LENGTH
+
+
+def test_pruning_needs_corrupted_rows_that_deal_evenly() -> None:
+    assert layout(0, 1, 1, multiple=4).prune
+    uneven = layout(0, 2, 2, multiple=8, length=20)
+    assert uneven.num_corrupted % 8
+    assert not uneven.prune
+
+
+def test_the_carrier_keeps_the_unpacked_path_of_attention() -> None:
+    params = make_params(layout(0, 1, 1))
+    assert params.qkv_format == "sbhd"
+    assert params.cp_group is None
+    assert params.max_seqlen_q == params.max_seqlen_kv == LENGTH
+
+
+def test_packed_documents_get_their_own_layout() -> None:
+    source = LayoutSource(layout(0, 1, 1), rules(split_documents=True))
+    assert source.of(batch()).plan.request.documents == ((0, 8), (8, LENGTH))
+    common = LayoutSource(layout(0, 1, 1), rules())
+    assert common.of(batch()) is common.common
+
+
+def test_a_single_process_needs_no_group() -> None:
+    assert BlockGroups.single().context == LocalGroup()

@@ -1,0 +1,115 @@
+"""Whole training jobs: every layout logs the same losses, also after a resume in another layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.mcore.runs import flags, train_jobs
+
+# Megatron prints seven digits; TensorBoard keeps fp32. The layouts sum in other orders in fp32, so
+# the last of these digits may round either way.
+DIGITS = 2e-7
+
+LOSS, MASKED, NORM = "bdlm loss", "masked fraction", "grad-norm"
+
+TWO = {
+    "csbp": "--context-parallel-size 2 --block-parallel-size 2",
+    "pure": "--block-parallel-size 2",
+    "baseline": "--context-parallel-size 2",
+    "data parallel": "",
+    "csbp v2": "--context-parallel-size 2 --block-parallel-size 2 --bdlm-objective fast_dllm_v2",
+    "csbp ragged": "--context-parallel-size 2 --block-parallel-size 2 --seq-length 45",
+    "csbp documents": "--context-parallel-size 2 --block-parallel-size 2 --reset-attention-mask",
+    "csbp per token": "--context-parallel-size 2 --block-parallel-size 2 "
+    "--calculate-per-token-loss",
+    "csbp interval": "--context-parallel-size 2 --block-parallel-size 2 "
+    "--bp-attention-strategy interval",
+    "pure full prune off": "--block-parallel-size 2 --no-bp-prune-last-layer",
+    "csbp recompute": "--context-parallel-size 2 --block-parallel-size 2 "
+    "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+}
+ONE = {
+    "one": "",
+    "one v2": "--bdlm-objective fast_dllm_v2",
+    "one ragged": "--seq-length 45",
+    "one documents": "--reset-attention-mask",
+    "one per token": "--calculate-per-token-loss",
+}
+REFERENCE = {
+    "csbp v2": "one v2",
+    "csbp ragged": "one ragged",
+    "csbp documents": "one documents",
+    "csbp per token": "one per token",
+}
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
+    folder = tmp_path_factory.mktemp("logs")
+    one = train_jobs(1, [(name, flags(text)) for name, text in ONE.items()], folder)
+    two = train_jobs(2, [(name, flags(text)) for name, text in TWO.items()], folder)
+    return one | two
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_ranks_log_what_one_rank_logs(logged: dict, name: str) -> None:
+    assert_same_steps(logged[name], logged[REFERENCE.get(name, "one")])
+
+
+def test_other_objectives_and_data_log_other_losses(logged: dict) -> None:
+    second = {name: logged[name][1][LOSS] for name in ONE}
+    assert len(set(second.values())) == len(second), second
+
+
+def test_the_log_has_loss_masked_fraction_and_throughput(logged: dict) -> None:
+    step = logged["csbp"][-1]
+    assert 3.0 < step[LOSS] < 7.0
+    assert 0.2 < step[MASKED] < 0.8
+    assert step["tokens per second"] > 0
+
+
+def assert_same_steps(got: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
+    assert len(got) == len(wanted) == 4
+    for step, (one, other) in enumerate(zip(got, wanted, strict=True)):
+        assert one[MASKED] == other[MASKED], f"step {step}"
+        assert one[LOSS] == pytest.approx(other[LOSS], rel=DIGITS), f"step {step}"
+        assert one[NORM] == pytest.approx(other[NORM], rel=1e-5), f"step {step}"
+
+
+@pytest.mark.slow
+def test_four_ranks_log_what_one_rank_logs(logged: dict, tmp_path: Path) -> None:
+    four = {
+        "hybrid": "--context-parallel-size 2 --block-parallel-size 4",
+        "csbp of data": "--context-parallel-size 2 --block-parallel-size 2",
+    }
+    got = train_jobs(4, [(name, flags(text)) for name, text in four.items()], tmp_path)
+    for name in four:
+        assert_same_steps(got[name], logged["one"])
+
+
+def test_a_run_resumes_in_another_layout(logged: dict, tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoint"
+    start = f"--save {saved} --load {saved} --save-interval 2 --exit-interval 2"
+    jobs = [
+        ("start", flags(f"{TWO['csbp']} {start}")),
+        ("pure", flags(f"{TWO['pure']} --load {saved}")),
+    ]
+    two = train_jobs(2, jobs, tmp_path)
+    one = train_jobs(1, [("one", flags(f"--load {saved}"))], tmp_path)
+    assert_same_steps(two["start"] + two["pure"], logged["one"])
+    assert_same_steps(two["start"] + one["one"], logged["one"])
+
+
+@pytest.mark.parametrize("kind", ["", "--dist-ckpt-optim-fully-reshardable"])
+def test_the_distributed_optimizer_resumes(logged: dict, tmp_path: Path, kind: str) -> None:
+    saved = tmp_path / "checkpoint"
+    layout = f"{TWO['csbp']} --use-distributed-optimizer {kind}"
+    start = f"--save {saved} --load {saved} --save-interval 2 --exit-interval 2"
+    jobs = [
+        ("start", flags(f"{layout} {start}")),
+        ("go on", flags(f"{layout} --load {saved}")),
+    ]
+    two = train_jobs(2, jobs, tmp_path)
+    assert_same_steps(two["start"] + two["go on"], logged["one"])

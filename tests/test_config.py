@@ -1,0 +1,77 @@
+"""Every knob has a unit or meaning, a default and a reason; the list of knobs is frozen."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+
+from megatron_bp.config import BlockParallelConfig, flag, list_problems
+
+FROZEN = {
+    "--block-parallel-size": 1,
+    "--block-size": 32,
+    "--bdlm-objective": "none",
+    "--mask-token-id": -1,
+    "--clean-rule": "preset",
+    "--bp-attention-strategy": "native",
+    "--bp-attention-kernel": "auto",
+    "--bp-grad-wire-dtype": "fp32",
+    "--bp-loss-chunk-rows": 1024,
+    "--bdlm-noise-seed": -1,
+    "--bp-prune-last-layer": True,
+}
+
+
+def test_the_flags_and_their_defaults_are_frozen() -> None:
+    """A new knob needs a reason, a unit and a test, and then a line here."""
+    assert {flag(knob.name): knob.default for knob in fields(BlockParallelConfig)} == FROZEN
+
+
+def test_every_knob_says_why_its_default_is_what_it_is() -> None:
+    for knob in fields(BlockParallelConfig):
+        text = knob.metadata["help"]
+        assert "Default" in text or "no default, because" in text, knob.name
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        BlockParallelConfig().block_size = 3  # type: ignore[misc]
+
+
+def test_the_default_is_stock_megatron() -> None:
+    assert not BlockParallelConfig().is_diffusion
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"block_size": 0}, "--block-size 0 must be at least 1; use 32"),
+        (
+            {"bdlm_objective": "dflash"},
+            "--bdlm-objective dflash is unknown; use one of none, standard",
+        ),
+        ({"clean_rule": "causal"}, "use one of preset, token_causal, block_causal"),
+        ({"bdlm_objective": "standard"}, "--bdlm-objective standard needs --mask-token-id"),
+        (
+            {"block_parallel_size": 2},
+            "--block-parallel-size 2 needs a block-diffusion objective; use --bdlm-objective "
+            "standard",
+        ),
+    ],
+)
+def test_a_bad_value_is_named_with_one_that_works(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match="with the arguments") as error:
+        BlockParallelConfig(**given)
+    assert text in str(error.value)
+
+
+def test_all_problems_are_reported_in_one_error() -> None:
+    with pytest.raises(ValueError, match="3 problems with the arguments") as error:
+        BlockParallelConfig(block_size=0, bp_loss_chunk_rows=-1, bp_grad_wire_dtype="fp8")
+    assert str(error.value).count("\n  - ") == 3
+
+
+def test_problems_are_listed_one_a_line() -> None:
+    assert list_problems(["a", "b"]) == "2 problems with the arguments:\n  - a\n  - b"
