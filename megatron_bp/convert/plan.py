@@ -90,6 +90,17 @@ def _make_link(entry: Entry, layer: int, shape: ModelShape) -> Link:
     )
 
 
+EMBEDDING_KEY, OUTPUT_KEY = PADDED_KEYS
+
+
+def source_of(links: Iterable[Link], target: str) -> str:
+    """Returns the Hugging Face name behind a top-level tensor, "" when the model has none."""
+    for link in links:
+        if link.layer == TOP and link.name == target:
+            return link.sources[0]
+    return ""
+
+
 def hf_shapes(links: Iterable[Link]) -> dict[str, tuple[int, ...]]:
     """Returns the expected shape of every Hugging Face tensor, in the order of the links."""
     return {
@@ -111,14 +122,22 @@ def megatron_shapes(
 
 
 def extra_state_keys(family: Family, shape: ModelShape, layout: Layout) -> tuple[str, ...]:
-    """Returns the keys of the (empty) `_extra_state` objects that Megatron asks for."""
-    keys = [f"{module}._extra_state/shard_0_1" for module in family.states(family, shape, TOP)]
-    for layer in range(shape.num_layers):
-        shard = "0_1" if layout is Layout.PER_LAYER else f"{layer}_{shape.num_layers}"
-        keys += [
-            f"{layer_key(module, layer, layout)}._extra_state/shard_{shard}"
-            for module in family.states(family, shape, layer)
-        ]
+    """Returns the keys of the (empty) `_extra_state` objects that Megatron asks for.
+
+    A stack of experts has one an expert, numbered within its layer.
+    """
+    keys = []
+    for layer in (TOP, *range(shape.num_layers)):
+        stacked = layout is Layout.HOMOGENEOUS and layer != TOP
+        for module, count in family.states(family, shape, layer):
+            name = module if layer == TOP else layer_key(module, layer, layout)
+            for number in range(count):
+                shard = f"{number}_{count}"
+                if stacked:
+                    shard = f"{layer}_{shape.num_layers}"
+                if stacked and count > 1:
+                    shard = f"{layer}.{number}_{shape.num_layers}.{count}"
+                keys.append(f"{name}._extra_state/shard_{shard}")
     return tuple(keys)
 
 

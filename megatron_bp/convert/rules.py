@@ -1,6 +1,6 @@
 """Row rules: how the rows of one Megatron tensor are taken from the rows of Hugging Face tensors.
 
-Every transform of the dense families is a permutation of whole rows (dim 0) of one or more sources,
+Every transform but an offset is a permutation of whole rows (dim 0) of one or more sources,
 so one list of `Piece`s describes a rule and its inverse, and any row range can be converted on its
 own. This file knows no tensor names and no files. Specified by tests/convert/test_rules.py.
 """
@@ -58,6 +58,49 @@ def interleave_groups(source_rows: Sequence[int], num_groups: int) -> Pieces:
             pieces.append(Piece(source, group * part, target_lo, part))
             target_lo += part
     return tuple(pieces)
+
+
+def interleave_gated_groups(source_rows: Sequence[int], num_groups: int) -> Pieces:
+    """Returns, group by group, its queries, its output gates, its key and its value.
+
+    The sources are q, k, v; each head of q is [query ; gate] (Qwen3.5's q_proj). Megatron's
+    linear_qkv with attention_output_gate has all queries of a group before all its gates.
+    Raises: ValueError when the sizes do not divide.
+    """
+    q_rows, k_rows, v_rows = source_rows
+    head = k_rows // num_groups
+    if head * num_groups != k_rows or v_rows != k_rows or q_rows % (2 * k_rows):
+        raise ValueError(
+            f"q, k, v have {q_rows}, {k_rows}, {v_rows} rows: k and v must be equal and divide "
+            f"into num_groups={num_groups}, q must be a multiple of {2 * k_rows} (query and gate)"
+        )
+    heads = q_rows // (2 * k_rows)
+    pieces = []
+    target_lo = 0
+    for group in range(num_groups):
+        for part in (0, 1):
+            for number in range(group * heads, (group + 1) * heads):
+                pieces.append(Piece(0, (2 * number + part) * head, target_lo, head))
+                target_lo += head
+        for source in (1, 2):
+            pieces.append(Piece(source, group * head, target_lo, head))
+            target_lo += head
+    return tuple(pieces)
+
+
+def take_rows(lo: int, rows: int) -> RowRule:
+    """Returns the rule that takes rows [lo, lo + rows) of the only source.
+
+    Rules of other targets must take the rest; `check_links` holds them to it.
+    """
+
+    def rule(source_rows: Sequence[int], num_groups: int) -> Pieces:
+        (total,) = source_rows
+        if lo + rows > total:
+            raise ValueError(f"rows [{lo}, {lo + rows}) do not exist in a source of {total} rows")
+        return (Piece(0, lo, 0, rows),)
+
+    return rule
 
 
 def clip(pieces: Pieces, lo: int, hi: int) -> Iterator[Piece]:

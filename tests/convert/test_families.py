@@ -38,7 +38,7 @@ def test_llama3_rope_scaling_is_read():
         ({"attention_bias": True}, "attention_bias=true"),
         ({"mlp_bias": True}, "mlp_bias=true"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' must be 'silu'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type='yarn' has no counterpart"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type='linear' has no counter"),
         (
             {"rope_scaling": {**LLAMA3_ROPE, "low_freq_factor": 2.0}},
             "low_freq_factor=2.0 differs from 1.0",

@@ -11,16 +11,22 @@ from typing import Any
 
 from megatron_bp.convert.families.base import Family, ModelShape
 from megatron_bp.convert.families.llama import LLAMA
+from megatron_bp.convert.families.qwen2 import QWEN2
 from megatron_bp.convert.families.qwen3 import QWEN3
+from megatron_bp.convert.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN3)
+FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE)
 
 
 def read_model(config: Mapping[str, Any]) -> tuple[Family, ModelShape]:
     """Returns the family and the shape that a Hugging Face `config.json` describes.
 
-    Raises: ValueError for an unknown model_type, or listing every setting that cannot be converted.
+    Raises: ValueError for an unknown model, or listing every setting that cannot be converted.
     """
+    architectures = config.get("architectures") or ()
+    for family in FAMILIES:
+        if any(name in family.architectures for name in architectures):
+            return family, family.read_shape(config)
     model_type = config.get("model_type")
     for family in FAMILIES:
         if model_type in family.model_types:

@@ -1,13 +1,12 @@
-"""The types of a family table and the config reading that dense families share.
+"""The types of a family table.
 
-Knows Hugging Face config names (transformers 4 and 5 spellings); knows no tensor files and no
-Megatron arguments. Specified by tests/convert/test_families.py.
+Knows no tensor files. Specified by tests/convert/test_families.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_bp.convert.rules import RowRule
@@ -18,9 +17,10 @@ class ModelShape:
     """What a dense decoder-only model needs to be built, in neutral names.
 
     `rope_scaling_factor` 0.0 means no scaling; otherwise Llama 3.1's rule with that factor.
-    `layer_prefix` goes before the layer number in Hugging Face names. `args` and `flags` replace or
-    add what megatron_args.py derives from the rest: Namespace fields, and command-line flags
-    without dashes (False leaves the flag out).
+    `layer_prefix` goes before the layer number in Hugging Face names and `head_name` is the output
+    table there. `args` and `flags` replace or add what megatron_args.py derives from the rest:
+    Namespace fields, and command-line flags without dashes (False leaves the flag out). `notes` are
+    settings that no Megatron flag carries, for people to read.
     """
 
     family: str
@@ -38,8 +38,10 @@ class ModelShape:
     qk_norm: bool
     tied: bool
     layer_prefix: str = "model.layers."
+    head_name: str = "lm_head.weight"
     args: tuple[tuple[str, Any], ...] = ()
     flags: tuple[tuple[str, str | int | float | bool], ...] = ()
+    notes: tuple[str, ...] = ()
 
     def dims(self) -> dict[str, int]:
         """Returns the sizes that entry tables name."""
@@ -85,28 +87,57 @@ class Entry:
         return self.row_rank if self.row_rank >= 0 else len(self.sources[0].shape) - 1
 
 
+def name_top(entries: tuple[Entry, ...], shape: ModelShape) -> tuple[Entry, ...]:
+    """Returns top-level entries with `{text}` and `{head}` in source names filled in."""
+    text = shape.layer_prefix.removesuffix("layers.")
+    return tuple(
+        replace(
+            entry,
+            sources=tuple(
+                replace(source, name=source.name.format(text=text, head=shape.head_name))
+                for source in entry.sources
+            ),
+        )
+        for entry in entries
+    )
+
+
 def uniform_entries(family: Family, shape: ModelShape, layer: int) -> tuple[Entry, ...]:
     """Returns `layer` for every layer, and `top` with the head of an untied model for `TOP`."""
     if layer >= 0:
         return family.layer
-    return family.top if shape.tied else (*family.top, family.head)
+    return name_top(family.top if shape.tied else (*family.top, family.head), shape)
 
 
-def uniform_states(family: Family, shape: ModelShape, layer: int) -> tuple[str, ...]:
+ExtraStates = tuple[tuple[str, int], ...]
+"""(module, number of its `_extra_state` objects): more than one for a stack of experts."""
+
+
+def uniform_states(family: Family, shape: ModelShape, layer: int) -> ExtraStates:
     """Returns the extra states of any layer, or of the top level."""
-    return family.layer_extra_states if layer >= 0 else family.extra_states
+    modules = family.layer_extra_states if layer >= 0 else family.extra_states
+    return tuple((module, 1) for module in modules)
+
+
+def keep_shape(shape: ModelShape, names: Container[str]) -> ModelShape:
+    """Returns `shape`: the config alone says how the tensors are named."""
+    return shape
 
 
 @dataclass(frozen=True)
 class Family:
     """A table of entries. `layer` names are relative to one layer, the others are whole names.
 
+    `architectures` of config.json come before its `model_type`, because drafters and remote-code
+    models use another family's type. In names of `top` and `head`, {text} and {head} stand for the
+    prefix of the text model and `ModelShape.head_name`.
     `extra_states` and `layer_extra_states` list the modules whose `_extra_state` object Megatron's
     Transformer Engine or local layer spec asks for when it loads.
     `entries` and `states` choose from the tables by layer (`TOP` for none) for models whose layers
     differ. `pass_through` are prefixes of Hugging Face names that Megatron's model does not own
     (vision, MTP); those tensors are kept beside the checkpoint and restored by an export.
     `stackable` says whether all layers have the same tensors, as the homogeneous layout needs.
+    `adapt` settles from the names found what a config does not say (fused or separate experts).
     """
 
     name: str
@@ -118,111 +149,8 @@ class Family:
     layer_extra_states: tuple[str, ...]
     read_shape: Callable[[Mapping[str, Any]], ModelShape]
     entries: Callable[[Family, ModelShape, int], tuple[Entry, ...]] = uniform_entries
-    states: Callable[[Family, ModelShape, int], tuple[str, ...]] = uniform_states
+    states: Callable[[Family, ModelShape, int], ExtraStates] = uniform_states
     pass_through: tuple[str, ...] = ()
     stackable: bool = True
-
-
-def read_dense_shape(
-    config: Mapping[str, Any], *, family: str, qk_norm: bool, refuse_bias: tuple[str, ...]
-) -> ModelShape:
-    """Returns the shape of a Llama-like config.
-
-    Raises: ValueError that lists every missing key and every setting without a Megatron
-    counterpart.
-    """
-    problems: list[str] = []
-
-    def size(name: str) -> int:
-        value = config.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            problems.append(f"{name}={value!r} must be a positive integer")
-            return 1
-        return value
-
-    num_heads = size("num_attention_heads")
-    hidden_size = size("hidden_size")
-    if config.get("head_dim") is None and hidden_size % num_heads:
-        problems.append(f"hidden_size={hidden_size} is not a multiple of {num_heads} heads")
-    head_size = config.get("head_dim") or hidden_size // num_heads
-    num_groups = config.get("num_key_value_heads") or num_heads
-    if num_heads % num_groups:
-        problems.append(f"num_key_value_heads={num_groups} does not divide {num_heads} heads")
-    rope_base, factor = _read_rope(config, problems)
-    problems += _unsupported(config, refuse_bias)
-    shape = ModelShape(
-        family=family,
-        num_layers=size("num_hidden_layers"),
-        hidden_size=hidden_size,
-        ffn_size=size("intermediate_size"),
-        num_heads=num_heads,
-        num_groups=num_groups,
-        head_size=head_size,
-        vocab_size=size("vocab_size"),
-        max_positions=size("max_position_embeddings"),
-        norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
-        rope_base=rope_base,
-        rope_scaling_factor=factor,
-        qk_norm=qk_norm,
-        tied=bool(config.get("tie_word_embeddings", False)),
-    )
-    if problems:
-        raise ValueError("config.json cannot be converted:\n  " + "\n  ".join(problems))
-    return shape
-
-
-_LLAMA3_ROPE = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
-def _read_rope(config: Mapping[str, Any], problems: list[str]) -> tuple[int, float]:
-    scaling = dict(config.get("rope_scaling") or {})
-    scaling |= dict(config.get("rope_parameters") or {})
-    base = scaling.get("rope_theta", config.get("rope_theta", 10000.0))
-    if not isinstance(base, int | float) or base != int(base):
-        problems.append(f"rope_theta={base!r} must be a whole number (--rotary-base is an integer)")
-        base = 10000
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind in ("default", None):
-        return int(base), 0.0
-    if kind != "llama3":
-        problems.append(
-            f"rope_type={kind!r} has no counterpart in Megatron's GPTModel flags; "
-            f"'default' and 'llama3' can be converted"
-        )
-        return int(base), 0.0
-    for name, value in _LLAMA3_ROPE.items():
-        if scaling.get(name) != value:
-            problems.append(
-                f"rope scaling {name}={scaling.get(name)!r} differs from {value}, "
-                f"which Megatron's --use-rope-scaling has built in"
-            )
-    return int(base), float(scaling.get("factor", 0.0))
-
-
-def _unsupported(config: Mapping[str, Any], refuse_bias: tuple[str, ...]) -> list[str]:
-    problems = [
-        f"{name}=true: projection biases are not supported; only models without them convert"
-        for name in refuse_bias
-        if config.get(name)
-    ]
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        problems.append(f"hidden_act={activation!r} must be 'silu' (--swiglu)")
-    partial = (config.get("rope_parameters") or {}).get(
-        "partial_rotary_factor", config.get("partial_rotary_factor", 1.0)
-    )
-    if partial != 1.0:
-        problems.append(f"partial_rotary_factor={partial} must be 1.0")
-    layer_types = config.get("layer_types") or ()
-    uses_window = config.get("use_sliding_window", config.get("model_type") == "mistral")
-    if any(kind != "full_attention" for kind in layer_types):
-        problems.append("layer_types must all be 'full_attention'")
-    elif not layer_types and uses_window and config.get("sliding_window"):
-        problems.append(f"sliding_window={config['sliding_window']} must be null (full attention)")
-    if config.get("quantization_config"):
-        problems.append("quantization_config is set: convert the unquantised weights")
-    return problems
+    architectures: tuple[str, ...] = ()
+    adapt: Callable[[ModelShape, Container[str]], ModelShape] = keep_shape

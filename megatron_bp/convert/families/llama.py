@@ -8,20 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_bp.convert.families.base import Entry, Family, ModelShape, Source, read_dense_shape
+from megatron_bp.convert.families.base import Entry, Family, ModelShape, Source
+from megatron_bp.convert.families.dense import read_dense_shape
 from megatron_bp.convert.rules import concat_rows, copy_rows, interleave_groups
 
 DENSE_TOP = (
     Entry(
         "embedding.word_embeddings.weight",
-        (Source("model.embed_tokens.weight", ("vocab", "hidden")),),
+        (Source("{text}embed_tokens.weight", ("vocab", "hidden")),),
         copy_rows,
     ),
-    Entry("decoder.final_layernorm.weight", (Source("model.norm.weight", ("hidden",)),), copy_rows),
+    Entry("decoder.final_layernorm.weight", (Source("{text}norm.weight", ("hidden",)),), copy_rows),
 )
-DENSE_HEAD = Entry(
-    "output_layer.weight", (Source("lm_head.weight", ("vocab", "hidden")),), copy_rows
-)
+DENSE_HEAD = Entry("output_layer.weight", (Source("{head}", ("vocab", "hidden")),), copy_rows)
 DENSE_LAYER = (
     Entry(
         "self_attention.linear_qkv.layer_norm_weight",

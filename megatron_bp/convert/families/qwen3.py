@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_bp.convert.families.base import Entry, Family, ModelShape, Source, read_dense_shape
+from megatron_bp.convert.families.base import Entry, Family, ModelShape, Source
+from megatron_bp.convert.families.dense import read_dense_shape
 from megatron_bp.convert.families.llama import (
     DENSE_EXTRA_STATES,
     DENSE_HEAD,
