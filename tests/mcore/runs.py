@@ -115,7 +115,8 @@ def as_job(rank: int, num_ranks: int, given: list[str], run: Callable[[], None])
     try:
         run()
     except SystemExit as end:  # --exit-interval
-        assert not end.code, f"the job ended with exit code {end.code}"
+        if end.code:
+            raise
     finally:
         from megatron.core import parallel_state
         from megatron.training.global_vars import get_tensorboard_writer
