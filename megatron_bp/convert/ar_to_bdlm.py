@@ -15,23 +15,28 @@ from typing import Any
 
 import torch
 
+from megatron_bp import __version__
 from megatron_bp.convert.bdlm_settings import (
-    ALIGNMENT_OF_OBJECTIVE,
     AUTOREGRESSIVE,
     BdlmSettings,
-    hash_files,
+    exported_settings,
+    settings_fields,
     write_manifest,
 )
 from megatron_bp.convert.families.base import ModelShape
 from megatron_bp.convert.hf_assets import (
+    PASS_THROUGH_NAME,
     asset_files,
     copy_assets,
     dtype_changes,
     patch_json,
     read_config,
+    with_config_keys,
+    write_json,
 )
-from megatron_bp.convert.hf_model import EMBEDDING, HEAD, HfModel, open_hf_model
-from megatron_bp.convert.link import Link, TensorInfo, row_box, row_ranges
+from megatron_bp.convert.hf_model import HfModel, open_hf_model
+from megatron_bp.convert.import_work import ImportWork, plan_chunks
+from megatron_bp.convert.jobs import run_journaled
 from megatron_bp.convert.mask_row import (
     MaskRowSource,
     NewRow,
@@ -47,36 +52,37 @@ from megatron_bp.convert.megatron_args import (
     megatron_flags,
     write_flags,
 )
-from megatron_bp.convert.plan import (
-    Layout,
-    choose_dtype,
-    extra_state_keys,
-    link_key,
-    make_links,
-)
+from megatron_bp.convert.pass_through import write_kept
+from megatron_bp.convert.plan import Layout, extra_state_keys, make_links
 from megatron_bp.convert.progress import Progress
-from megatron_bp.convert.rules import clip
-from megatron_bp.convert.staging import check_output, staged
+from megatron_bp.convert.safetensors_io import plan_shards
+from megatron_bp.convert.staging import check_output, fingerprint, partial_path, staged
 from megatron_bp.convert.tokenizer_files import (
     MaskRow,
     choose_mask_row,
     edit_tokenizer,
     read_vocabulary,
 )
-from megatron_bp.convert.torch_dist_io import COMMON_STATE, Chunk, write_torch_dist
+from megatron_bp.convert.torch_dist_io import COMMON_STATE
+from megatron_bp.convert.torch_dist_writer import finish_checkpoint, plan_files
 
-CHUNK_BYTES = 128 * 2**20
+SHARD_BYTES = 5 * 2**30
 
 
 @dataclass(frozen=True)
 class ImportRequest:
-    """What to read and write. `dtype` is "keep" or a name in `DTYPES`."""
+    """What to read and write. `dtype` is "keep" or a name in `DTYPES`.
+
+    `workers` is the number of processes; the output does not depend on it.
+    """
 
     source: Path
     target: Path
     layout: Layout
     dtype: str
     overwrite: bool
+    workers: int = 1
+    check_finite: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class MaskWish:
 def hf_to_mcore(request: ImportRequest, progress: Progress) -> dict[str, Any]:
     """Converts an autoregressive model unchanged; returns the manifest."""
     model = open_hf_model(request.source)
-    fields = {"family": model.family.name, **_settings_fields(AUTOREGRESSIVE)}
+    fields = {"family": model.family.name, **settings_fields(AUTOREGRESSIVE)}
     return _write(request, model, model.source, AUTOREGRESSIVE, fields, progress)
 
 
@@ -126,7 +132,7 @@ def ar_to_bdlm(
     shape = replace(shape, vocab_size=max(shape.vocab_size, mask.token_id + 1))
     fields = {
         "family": model.family.name,
-        **_settings_fields(bdlm),
+        **settings_fields(bdlm),
         "mask_row": {
             "init": wish.init,
             "row_added": mask.is_new_row,
@@ -142,7 +148,7 @@ def ar_to_bdlm(
 
 
 def _make_rows(model: HfModel, mask: MaskRow, init: str) -> dict[str, NewRow]:
-    tables = (EMBEDDING,) if model.shape.tied else (EMBEDDING, HEAD)
+    tables = model.tables()
     if init == "mean":
         return {name: mean_row(model.source, name, mask.token_id) for name in tables}
     if init != "keep":
@@ -150,17 +156,6 @@ def _make_rows(model: HfModel, mask: MaskRow, init: str) -> dict[str, NewRow]:
     if mask.is_new_row:
         raise ValueError("--mask-row-init keep needs an existing row; use mean with --resize")
     return {name: stored_row(model.source, name, mask.token_id) for name in tables}
-
-
-def _settings_fields(bdlm: BdlmSettings) -> dict[str, Any]:
-    return {
-        "objective": bdlm.objective,
-        "alignment": ALIGNMENT_OF_OBJECTIVE[bdlm.objective],
-        "block_size": bdlm.block_size,
-        "clean_rule": bdlm.clean_rule,
-        "mask_token": bdlm.mask_token,
-        "mask_token_id": bdlm.mask_token_id,
-    }
 
 
 def _write(
@@ -172,72 +167,64 @@ def _write(
     progress: Progress,
     *masks: MaskRow,
 ) -> dict[str, Any]:
-    shape = model.shape
-    chunks, owner = _plan_chunks(model.links, source, request.layout, request.dtype, shape)
-    need = sum(info.num_bytes for info in {c.key: c.info for c in chunks}.values())
-    with staged(request.target, overwrite=request.overwrite, need_bytes=need) as partial:
-        hashes = hash_files([*model.source.files, *asset_files(request.source)], progress)
-        dtype = owner[chunks[0]].dtype
-        progress.start("writing torch_dist", need)
-
-        def make_chunk(chunk: Chunk) -> torch.Tensor:
-            tensor = _fill(owner[chunk].link, source, owner[chunk].rows_lo, chunk)
-            progress.advance(tensor.nbytes)
-            return tensor
-
-        objects = {key: None for key in extra_state_keys(model.family, shape, request.layout)}
-        state = common_state(shape, bdlm, request.layout, dtype)
-        write_torch_dist(
-            partial / RELEASE_NAME, chunks, {**objects, COMMON_STATE: state}, make_chunk
+    shape, layout = model.shape, request.layout
+    if layout is Layout.HOMOGENEOUS and not model.family.stackable:
+        raise ValueError(
+            f"layout=homogeneous stacks equal layers, but those of {model.family.name} differ; "
+            f"use --layout per_layer"
         )
+    places = plan_chunks(model.links, source, layout, request.dtype, shape.num_layers)
+    partial = partial_path(request.target)
+    work = ImportWork(
+        source=source,
+        hashes=(*model.source.files, *asset_files(request.source)),
+        files=plan_files(list(places)),
+        places=places,
+        shards=plan_shards(model.passed, SHARD_BYTES),
+        checkpoint=partial / RELEASE_NAME,
+        kept=partial / ASSETS_NAME / PASS_THROUGH_NAME,
+        check_finite=request.check_finite,
+    )
+    need = sum(x.num_bytes for x in work.files) + sum(x.num_bytes for x in work.shards)
+    same = fingerprint(
+        {
+            "version": __version__,
+            "files": [(file.name, *_stamp(file)) for file in work.hashes],
+            "written": [(file.name, file.chunks) for file in work.files],
+            **fields,
+        }
+    )
+    with staged(request.target, overwrite=request.overwrite, need_bytes=need, same=same):
+        work.checkpoint.mkdir(exist_ok=True)
+        work.kept.mkdir(parents=True, exist_ok=True)
+        results = run_journaled(work, request.workers, progress, partial, "converting")
+        spans = results[len(work.hashes) :][: len(work.files)]
+        dtype = next(iter(places)).info.dtype
+        state = common_state(shape, bdlm, layout, dtype)
+        objects = dict.fromkeys(extra_state_keys(model.family, shape, layout))
+        finish_checkpoint(work.checkpoint, work.files, spans, {**objects, COMMON_STATE: state})
         (partial / TRACKER_NAME).write_text(RELEASE_NAME)
         write_flags(partial, megatron_flags(shape, bdlm, dtype))
         left = copy_assets(request.source, partial / ASSETS_NAME)
+        write_kept(work.kept, model.source.tensors, work.shards)
         _edit_assets(partial / ASSETS_NAME, shape, bdlm, dtype, masks)
+        names = [file.name for file in work.hashes]
         return write_manifest(
             partial,
-            {**fields, "layout": str(request.layout), "source_sha256": hashes, "not_copied": left},
+            {
+                **fields,
+                "layout": str(layout),
+                "notes": list(shape.notes),
+                "passed_through": len(model.passed),
+                "source_sha256": dict(zip(names, results, strict=False)),
+                "not_copied": left,
+            },
         )
 
 
-@dataclass(frozen=True)
-class _Owner:
-    link: Link
-    rows_lo: int
-    dtype: torch.dtype
-
-
-def _plan_chunks(
-    links: Sequence[Link], source: TensorSource, layout: Layout, dtype: str, shape: ModelShape
-) -> tuple[list[Chunk], dict[Chunk, _Owner]]:
-    owner: dict[Chunk, _Owner] = {}
-    for link in links:
-        stacked = layout is Layout.HOMOGENEOUS and link.layer >= 0
-        kept = source.tensors[link.sources[0]].dtype
-        kept = kept if link.pinned else choose_dtype(kept, dtype)
-        lead = (shape.num_layers,) if stacked else ()
-        info = TensorInfo((*lead, *link.shape), kept)
-        for lo, rows in row_ranges(link, kept.itemsize, CHUNK_BYTES):
-            box = row_box(link, lo, rows)
-            offset = ((link.layer,) if stacked else ()) + box[0]
-            size = ((1,) if stacked else ()) + box[1]
-            owner[Chunk(link_key(link, layout), info, offset, size)] = _Owner(link, lo, kept)
-    return list(owner), owner
-
-
-def _fill(link: Link, source: TensorSource, rows_lo: int, chunk: Chunk) -> torch.Tensor:
-    out = torch.empty(chunk.size, dtype=chunk.info.dtype)
-    rows = out.view(-1, *link.row_shape)
-    for piece in clip(link.pieces, rows_lo, rows_lo + rows.shape[0]):
-        name = link.sources[piece.source]
-        part = rows[piece.target_lo - rows_lo :][: piece.rows]
-        if source.tensors[name].dtype == out.dtype and not link.offset:
-            source.read_rows_into(name, piece.source_lo, part)
-        else:
-            stored = torch.empty(part.shape, dtype=source.tensors[name].dtype)
-            source.read_rows_into(name, piece.source_lo, stored)
-            part.copy_(stored.double() + link.offset if link.offset else stored)
-    return out
+def _stamp(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _edit_assets(
@@ -247,16 +234,14 @@ def _edit_assets(
     dtype: torch.dtype,
     masks: Sequence[MaskRow],
 ) -> None:
+    changes: dict[str, Any] = {}
     config = read_config(directory)
-    changes: dict[str, Any] = dict(dtype_changes(config, dtype))
+    changes |= dtype_changes(config, dtype)
     for mask in masks:
-        changes |= {
-            "vocab_size": shape.vocab_size,
-            "mask_token_id": mask.token_id,
-            "block_size": bdlm.block_size,
-        }
+        keys = {"mask_token_id": mask.token_id, **exported_settings(bdlm)}
+        changes |= {"vocab_size": shape.vocab_size, **keys}
         edit_tokenizer(directory, mask)
         generation = directory / "generation_config.json"
         if generation.is_file():
-            patch_json(generation, {"mask_token_id": mask.token_id, "block_size": bdlm.block_size})
-    patch_json(directory / "config.json", changes)
+            patch_json(generation, {name: keys[name] for name in ("mask_token_id", "block_size")})
+    write_json(directory / "config.json", with_config_keys(config, changes))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_bp import __version__
-from megatron_bp.convert.progress import Progress
 from megatron_bp.convert.staging import MANIFEST_NAME
 
 MEGATRON_CORE_VERSION = "0.19.2"
@@ -54,19 +53,36 @@ class BdlmSettings:
 AUTOREGRESSIVE = BdlmSettings("none", 0, "preset", "", -1)
 
 
-def hash_files(files: Iterable[Path], progress: Progress) -> dict[str, str]:
-    """Returns the SHA-256 of every file by file name."""
-    files = tuple(files)
-    progress.start("hashing source", sum(file.stat().st_size for file in files))
-    digests = {}
-    for file in files:
-        digest = hashlib.sha256()
-        with open(file, "rb") as stream:
-            while block := stream.read(8 * 2**20):
-                digest.update(block)
-                progress.advance(len(block))
-        digests[file.name] = digest.hexdigest()
-    return digests
+# The names that exported config.json files use, and the clean rule of an objective's preset.
+_LOGIT_ALIGNMENT = {"same_position": "same", "shifted": "shifted", "next": "shifted"}
+_PRESET_RULE = {"standard": "token_causal", "fast_dllm_v2": "block_causal"}
+
+
+def exported_settings(bdlm: BdlmSettings) -> dict[str, Any]:
+    """Returns the config.json keys, beside the mask id, by which an exported model is used."""
+    rule = bdlm.clean_rule
+    return {
+        "block_size": bdlm.block_size,
+        "logit_alignment": _LOGIT_ALIGNMENT[ALIGNMENT_OF_OBJECTIVE[bdlm.objective]],
+        "clean_rule": _PRESET_RULE[bdlm.objective] if rule == "preset" else rule,
+    }
+
+
+def settings_fields(bdlm: BdlmSettings) -> dict[str, Any]:
+    """Returns the settings as a manifest has them."""
+    return {
+        "objective": bdlm.objective,
+        "alignment": ALIGNMENT_OF_OBJECTIVE[bdlm.objective],
+        "block_size": bdlm.block_size,
+        "clean_rule": bdlm.clean_rule,
+        "mask_token": bdlm.mask_token,
+        "mask_token_id": bdlm.mask_token_id,
+    }
+
+
+def hash_files(files: Iterable[Path]) -> dict[str, str]:
+    """Returns the SHA-256 of small files by file name."""
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def write_manifest(directory: Path, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,17 +13,20 @@ from typing import Any
 import torch
 
 from megatron_bp.convert.bdlm_settings import read_manifest
-from megatron_bp.convert.hf_assets import read_config
-from megatron_bp.convert.hf_model import EMBEDDING, HEAD, open_hf_model
+from megatron_bp.convert.hf_assets import read_config, with_config_keys
+from megatron_bp.convert.hf_model import open_hf_model
+from megatron_bp.convert.link import Link, TensorInfo
+from megatron_bp.convert.megatron_args import ASSETS_NAME
 from megatron_bp.convert.megatron_model import (
     LATEST,
     MegatronModel,
     find_iteration,
     is_model_key,
+    iter_link_rows,
     open_megatron_model,
     with_vocab_rows,
 )
-from megatron_bp.convert.plan import Link, TensorInfo
+from megatron_bp.convert.pass_through import NoTensors, open_kept
 from megatron_bp.convert.progress import Progress
 from megatron_bp.convert.rules import clip
 from megatron_bp.convert.safetensors_io import SafetensorsDir
@@ -56,6 +59,7 @@ def inspect_directory(directory: Path) -> dict[str, Any]:
             "kind": "hf",
             "family": model.family.name,
             **vars(model.shape),
+            "passed_through": len(model.passed),
             "mask_token_id": config.get("mask_token_id", -1),
             "block_size": config.get("block_size", 0),
             **_summary(model.source.tensors),
@@ -94,39 +98,65 @@ def verify(hf: Path, megatron: Path, progress: Progress) -> dict[str, Any]:
     manifest = read_manifest(megatron)
     mask_id = int(manifest.get("mask_token_id", -1))
     exempt = mask_id if "mask_token_id" not in read_config(hf) else -1
-    config = dict(read_config(hf))
+    config = read_config(hf)
     if exempt >= 0:
-        config["vocab_size"] = max(int(config["vocab_size"]), exempt + 1)
-    model = open_megatron_model(find_iteration(megatron, LATEST), config)
+        rows = max(source.shape.vocab_size, exempt + 1)
+        config = with_config_keys(config, {"vocab_size": rows})
+    tables = source.tables() if exempt >= 0 else ()
+    model = open_megatron_model(find_iteration(megatron, LATEST), config, source.source.tensors)
     model = with_vocab_rows(model, source.shape.vocab_size)
     progress.start("comparing", sum(info.num_bytes for info in source.source.tensors.values()))
     differ = [
         name
         for link in model.links
-        for name in _differing(model, link, source.source, exempt, progress)
+        for name in _differing(model, link, source.source, (exempt, tables), progress)
     ]
+    kept = open_kept(megatron / ASSETS_NAME)
+    differ += [name for name in source.passed if not _same(source.source, kept, name, progress)]
     return {
-        "tensors": sum(len(link.sources) for link in model.links),
+        "tensors": sum(len(link.sources) for link in model.links) + len(source.passed),
         "differ": sorted(set(differ)),
         "exempt_rows": int(exempt >= 0),
     }
 
 
 def _differing(
-    model: MegatronModel, link: Link, source: SafetensorsDir, exempt: int, progress: Progress
+    model: MegatronModel,
+    link: Link,
+    source: SafetensorsDir,
+    exempt: tuple[int, tuple[str, ...]],
+    progress: Progress,
 ) -> list[str]:
-    if model.info(link).dtype != source.tensors[link.sources[0]].dtype:
+    stored = model.stored(link)
+    row, tables = exempt
+    if stored.info.dtype != source.tensors[link.sources[0]].dtype:
         return list(link.sources)
     differ = []
-    for lo, rows in model.iter_rows(link):
+    for lo, rows in iter_link_rows(model.reader, link, stored):
         for piece in clip(link.pieces, lo, lo + rows.shape[0]):
             name = link.sources[piece.source]
-            stored = rows[piece.target_lo - lo :][: piece.rows].contiguous()
-            other = torch.empty_like(stored)
+            here = rows[piece.target_lo - lo :][: piece.rows].contiguous()
+            other = torch.empty_like(here)
             source.read_rows_into(name, piece.source_lo, other)
-            if name in (EMBEDDING, HEAD) and 0 <= exempt - piece.source_lo < piece.rows:
-                other[exempt - piece.source_lo] = stored[exempt - piece.source_lo]
-            if not torch.equal(stored.view(torch.uint8), other.view(torch.uint8)):
+            if name in tables and 0 <= row - piece.source_lo < piece.rows:
+                other[row - piece.source_lo] = here[row - piece.source_lo]
+            if not torch.equal(here.view(torch.uint8), other.view(torch.uint8)):
                 differ.append(name)
             progress.advance(other.nbytes)
     return differ
+
+
+def _same(
+    source: SafetensorsDir, kept: SafetensorsDir | NoTensors, name: str, progress: Progress
+) -> bool:
+    if isinstance(kept, NoTensors) or kept.tensors.get(name) != source.tensors[name]:
+        return False
+    same = True
+    for lo, rows in source.iter_rows(name):
+        other = torch.empty_like(rows)
+        kept.read_rows_into(name, lo, other)
+        same = same and torch.equal(
+            rows.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)
+        )
+        progress.advance(rows.nbytes)
+    return same

@@ -6,25 +6,49 @@ Specified by tests/convert/test_export.py and test_megatron_load.py.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_bp.convert.bdlm_settings import hash_files, read_manifest, write_manifest
-from megatron_bp.convert.hf_assets import copy_assets, dtype_changes, patch_json, read_config
-from megatron_bp.convert.hf_model import EMBEDDING
+import torch
+
+from megatron_bp import __version__
+from megatron_bp.convert.bdlm_settings import (
+    BdlmSettings,
+    exported_settings,
+    hash_files,
+    read_manifest,
+    settings_fields,
+    write_manifest,
+)
+from megatron_bp.convert.export_settings import ExportWish, find_settings
+from megatron_bp.convert.export_work import ExportWork
+from megatron_bp.convert.hf_assets import (
+    PASS_THROUGH_NAME,
+    copy_assets,
+    dtype_changes,
+    patch_json,
+    read_config,
+    with_config_keys,
+    write_json,
+)
+from megatron_bp.convert.jobs import run_journaled
+from megatron_bp.convert.link import Link, TensorInfo
 from megatron_bp.convert.megatron_args import ASSETS_NAME
 from megatron_bp.convert.megatron_model import (
     MegatronModel,
+    Stored,
     find_iteration,
     open_megatron_model,
 )
-from megatron_bp.convert.plan import Link, TensorInfo, choose_dtype
+from megatron_bp.convert.pass_through import open_kept, repository_names
+from megatron_bp.convert.plan import choose_dtype
 from megatron_bp.convert.progress import Progress
-from megatron_bp.convert.rules import clip
-from megatron_bp.convert.safetensors_io import SafetensorsWriter
-from megatron_bp.convert.staging import staged
+from megatron_bp.convert.safetensors_io import plan_shards, write_index
+from megatron_bp.convert.staging import fingerprint, partial_path, staged
+
+WEIGHTS = ("auto", "model", "master")
 
 
 @dataclass(frozen=True)
@@ -32,8 +56,8 @@ class ExportRequest:
     """What to read and write.
 
     `assets` is a Hugging Face directory without weights (config, tokenizer); `iteration` -1 is the
-    latest; `dtype` is "keep" or a name in `DTYPES`; `block_size` 0 and `mask_token_id` -1 take what
-    checkpoint and assets say.
+    latest; `dtype` is "keep" or a name in `DTYPES`; `block_size` 0, `mask_token_id` -1, `objective`
+    "" and `clean_rule` "" take what checkpoint and assets say. `weights` is one of `WEIGHTS`.
     """
 
     source: Path
@@ -45,100 +69,141 @@ class ExportRequest:
     block_size: int
     mask_token_id: int
     overwrite: bool
+    objective: str = ""
+    clean_rule: str = ""
+    weights: str = "auto"
+    workers: int = 1
+    check_finite: bool = False
 
 
 def mcore_to_hf(request: ExportRequest, progress: Progress) -> dict[str, Any]:
     """Writes a complete Hugging Face directory; returns its manifest."""
     directory = find_iteration(request.source, request.iteration)
     config = read_config(request.assets)
-    model = open_megatron_model(directory, config)
+    model = open_megatron_model(directory, config, repository_names(request.assets))
     state = model.reader.common_state()
-    settings = _bdlm_keys(request, config, vars(state.get("args", argparse.Namespace())))
-    outputs = _output_tensors(model, request.dtype)
-    need = sum(info.num_bytes for info in outputs.values())
-    with staged(request.target, overwrite=request.overwrite, need_bytes=need) as partial:
-        progress.start("writing safetensors", need)
-        with SafetensorsWriter(partial, outputs, request.max_shard_bytes) as writer:
-            for link in model.links:
-                _write_link(model, link, outputs, writer, progress)
+    manifest = read_manifest(request.assets.parent)
+    wish = ExportWish(
+        request.objective, request.block_size, request.clean_rule, request.mask_token_id
+    )
+    args = vars(state.get("args", argparse.Namespace()))
+    settings = find_settings(wish, args, config, manifest)
+    _check_mask(settings, model.shape.vocab_size)
+    kept = open_kept(request.assets)
+    if len(kept.tensors) != manifest.get("passed_through", len(kept.tensors)):
+        raise ValueError(
+            f"{request.assets} lacks tensors that the conversion kept in {PASS_THROUGH_NAME}/ "
+            f"({len(kept.tensors)} of {manifest['passed_through']}); give the whole folder"
+        )
+    master = _use_masters(model, request)
+    links = tuple((link, model.stored(link, master=master)) for link in model.links)
+    outputs = _output_tensors(links, request.dtype) | kept.tensors
+    shards = plan_shards(outputs, request.max_shard_bytes)
+    work = ExportWork(
+        reader=model.reader,
+        links=links,
+        kept=kept,
+        shards=shards,
+        written_names={name: name for name in outputs},
+        directory=partial_path(request.target),
+        check_finite=request.check_finite,
+    )
+    same = fingerprint(
+        {
+            "version": __version__,
+            "source": directory.absolute(),
+            "stored": model.reader.stamp(),
+            "shards": [(shard.name, dict(shard.tensors)) for shard in shards],
+            "master": master,
+            "kept": request.assets.absolute(),
+        }
+    )
+    need = sum(shard.num_bytes for shard in shards)
+    with staged(request.target, overwrite=request.overwrite, need_bytes=need, same=same) as partial:
+        run_journaled(work, request.workers, progress, partial, "writing safetensors")
+        write_index(partial, shards)
         left = copy_assets(request.assets, partial)
-        changes = dtype_changes(config, outputs[EMBEDDING].dtype) | settings
-        patch_json(partial / "config.json", changes)
-        generation = partial / "generation_config.json"
-        if settings and generation.is_file():
-            patch_json(generation, settings)
-        hashes = hash_files([directory / ".metadata", directory / "metadata.json"], progress)
+        dtype = next(iter(outputs.values())).dtype
+        _edit_assets(partial, settings, dtype)
         return write_manifest(
             partial,
             {
-                **_inherited(read_manifest(request.assets.parent)),
+                **_inherited(manifest),
                 "family": model.family.name,
-                **settings,
+                **settings_fields(settings),
+                "weights": "master" if master else "model",
                 "exported_iteration": int(state.get("iteration", 0)),
                 "exported_from": directory.name,
-                "source_sha256": hashes,
+                "source_sha256": hash_files([directory / ".metadata", directory / "metadata.json"]),
                 "ignored_entries": model.ignored,
                 "not_copied": left,
             },
         )
 
 
+def _check_mask(settings: BdlmSettings, vocab_size: int) -> None:
+    mask = settings.mask_token_id
+    if settings.objective != "none" and not 0 <= mask < vocab_size:
+        raise ValueError(
+            f"mask_token_id={mask} must be in [0, vocab_size={vocab_size}) of the assets' "
+            f"config.json; give --mask-token-id"
+        )
+
+
+def _use_masters(model: MegatronModel, request: ExportRequest) -> bool:
+    """Tells whether to read the optimizer's fp32 copies: if asked, or if it makes a difference.
+
+    A model tensor is its copy rounded to the model's dtype, so only a float32 export gains by them.
+    """
+    if request.weights not in WEIGHTS:
+        raise ValueError(f"weights={request.weights!r} must be one of {', '.join(WEIGHTS)}")
+    lacking = [
+        key
+        for link in model.links
+        if (key := model.stored(link).key) not in model.masters
+        and model.stored(link).info.dtype != torch.float32
+    ]
+    if request.weights == "master" and (lacking or not model.masters):
+        flat = any(".gbuf_idx_" in key for key in model.reader.tensors)
+        why = (
+            "its optimizer state is in flat buckets (dp_reshardable), not by parameter"
+            if flat
+            else "they were not saved"
+        )
+        raise ValueError(
+            f"{request.source} has no fp32 master of {len(lacking)} tensors ({lacking[:2]}): "
+            f"{why}; "
+            f"save with --dist-ckpt-optim-fully-reshardable, or use --weights model"
+        )
+    wanted = request.weights == "master" or (
+        request.weights == "auto" and request.dtype == "float32"
+    )
+    return wanted and bool(model.masters) and not lacking
+
+
 def _inherited(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("objective", "alignment", "clean_rule", "mask_token")
-    return {name: manifest[name] for name in names if name in manifest}
+    return {name: manifest[name] for name in ("mask_row", "notes") if name in manifest}
 
 
-def _output_tensors(model: MegatronModel, dtype: str) -> dict[str, TensorInfo]:
+def _output_tensors(links: Iterable[tuple[Link, Stored]], dtype: str) -> dict[str, TensorInfo]:
     outputs = {}
-    for link in model.links:
-        kept = choose_dtype(model.info(link).dtype, dtype)
+    for link, stored in links:
+        kept = stored.info.dtype if link.pinned else choose_dtype(stored.info.dtype, dtype)
         for name, shape in zip(link.sources, link.source_shapes, strict=True):
             outputs[name] = TensorInfo(shape, kept)
     return outputs
 
 
-def _write_link(
-    model: MegatronModel,
-    link: Link,
-    outputs: Mapping[str, TensorInfo],
-    writer: SafetensorsWriter,
-    progress: Progress,
-) -> None:
-    for lo, rows in model.iter_rows(link):
-        for piece in clip(link.pieces, lo, lo + rows.shape[0]):
-            name = link.sources[piece.source]
-            part = rows[piece.target_lo - lo :][: piece.rows]
-            if part.dtype != outputs[name].dtype:
-                part = part.to(outputs[name].dtype)
-            writer.write_rows(name, piece.source_lo, part)
-            progress.advance(part.nbytes)
-
-
-def _bdlm_keys(
-    request: ExportRequest, config: Mapping[str, Any], args: Mapping[str, Any]
-) -> dict[str, int]:
-    """Returns the config keys of a block-diffusion model ({} for an autoregressive one).
-
-    Raises: ValueError when the checkpoint was trained with other values than the assets name.
-    """
-    trained = args.get("bdlm_objective", "none") != "none"
-    keys = {}
-    for name, wish, unset in (
-        ("block_size", request.block_size, 0),
-        ("mask_token_id", request.mask_token_id, -1),
-    ):
-        said = config.get(name, unset)
-        used = args.get(name, unset) if trained else unset
-        if wish != unset:
-            keys[name] = wish
-        elif used != unset and said != unset and used != said:
-            raise ValueError(
-                f"the checkpoint was trained with {name}={used}, but the assets' config.json says "
-                f"{said}; give --{name.replace('_', '-')} {used} or {said}"
-            )
-        elif used != unset or said != unset:
-            keys[name] = used if used != unset else said
-    return keys
+def _edit_assets(directory: Path, settings: BdlmSettings, dtype: torch.dtype) -> None:
+    config = read_config(directory)
+    changes: dict[str, Any] = dict(dtype_changes(config, dtype))
+    if settings.objective != "none":
+        keys = {"mask_token_id": settings.mask_token_id, **exported_settings(settings)}
+        changes |= keys
+        generation = directory / "generation_config.json"
+        if generation.is_file():
+            patch_json(generation, {name: keys[name] for name in ("mask_token_id", "block_size")})
+    write_json(directory / "config.json", with_config_keys(config, changes))
 
 
 def default_assets(source: Path) -> Path:

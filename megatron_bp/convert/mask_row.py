@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_bp.convert.plan import TensorInfo
+from megatron_bp.convert.link import TensorInfo
 
 
 class TensorSource(Protocol):
@@ -24,6 +24,9 @@ class TensorSource(Protocol):
 
     def iter_rows(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields (first row, rows) blocks in order."""
+
+    def file_name(self, name: str) -> str:
+        """Returns the name of the file that holds the tensor."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,10 @@ class MaskRowSource:
         if stored > 0:
             self._source.read_rows_into(name, lo, out[:stored])
         out[self._row - lo] = self._rows[name]
+
+    def file_name(self, name: str) -> str:
+        """Returns the name of the file that holds the tensor."""
+        return self._source.file_name(name)
 
     def iter_rows(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields (first row, rows) blocks in order."""

@@ -8,8 +8,9 @@ an error. Specified by tests/convert/test_export.py and test_megatron_load.py.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from megatron_bp.convert.families.base import Family, ModelShape
 from megatron_bp.convert.link import Link, TensorInfo
 from megatron_bp.convert.megatron_args import RELEASE_NAME, TRACKER_NAME
 from megatron_bp.convert.plan import (
+    EMBEDDING_KEY,
+    OUTPUT_KEY,
     PADDED_KEYS,
     Layout,
     check_coverage,
@@ -31,7 +34,7 @@ from megatron_bp.convert.plan import (
 from megatron_bp.convert.torch_dist_io import TorchDistReader
 
 LATEST = -1
-_OUTPUT_KEY = "output_layer.weight"
+_MASTER = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.fp32_param\.")
 _NOT_MODEL = re.compile(
     r"^(chained_\d+\.)?optimizer\.|^rng_state(\.|/|$)|^rerun_state_machine_state(\.|/|$)"
     r"|^common_state/|^opt_param_scheduler(\.|/|$)|\._extra_state(/|$)"
@@ -44,10 +47,21 @@ def is_model_key(key: str) -> bool:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Where the rows of a link are: the key that holds them, and the layer of a stacked key."""
+
+    key: str
+    layer: int
+    info: TensorInfo
+
+
+@dataclass(frozen=True)
 class MegatronModel:
     """A checkpoint whose every model tensor is accounted for.
 
-    `ignored` counts the entries that are no model weights.
+    `links` are those to read: of a tensor and its alias, the one that the checkpoint has. `masters`
+    are the optimizer's fp32 copies by model key. `ignored` counts the entries that are no model
+    weights.
     """
 
     family: Family
@@ -55,16 +69,27 @@ class MegatronModel:
     links: tuple[Link, ...]
     layout: Layout
     reader: TorchDistReader
+    masters: Mapping[str, str]
     ignored: int
 
-    def iter_rows(self, link: Link) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields (first row, rows) blocks of the link's tensor."""
+    def stored(self, link: Link, *, master: bool = False) -> Stored:
+        """Returns where the link's rows are; with `master`, in the optimizer if it has a copy."""
         layer = link.layer if self.layout is Layout.HOMOGENEOUS else -1
-        return self.reader.iter_rows(link_key(link, self.layout), layer)
+        key = link_key(link, self.layout)
+        key = self.masters.get(key, key) if master else key
+        return Stored(key, layer, self.reader.tensors[key])
 
-    def info(self, link: Link) -> TensorInfo:
-        """Returns the stored shape and dtype of the link's key."""
-        return self.reader.tensors[link_key(link, self.layout)]
+
+def iter_link_rows(
+    reader: TorchDistReader, link: Link, stored: Stored
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields (first row, rows) blocks of the link's tensor, as Hugging Face has the values."""
+    inner = math.prod(link.shape[1 : link.row_dims])
+    for lo, rows in reader.iter_rows(stored.key, stored.layer):
+        rows = rows.reshape(-1, *link.row_shape)
+        if link.offset:
+            rows = (rows.double() - link.offset).to(rows.dtype)
+        yield lo * inner, rows
 
 
 def find_iteration(root: Path, iteration: int) -> Path:
@@ -92,12 +117,16 @@ def find_iteration(root: Path, iteration: int) -> Path:
     return root / name
 
 
-def open_megatron_model(directory: Path, config: Mapping[str, Any]) -> MegatronModel:
+def open_megatron_model(
+    directory: Path, config: Mapping[str, Any], names: Container[str] = ()
+) -> MegatronModel:
     """Returns the model after checking that its tensors are exactly those `config` describes.
 
+    `names` are the Hugging Face names to write, for families whose config leaves a choice.
     Raises: ValueError naming what is missing, left over or of another shape.
     """
     family, shape = read_model(config)
+    shape = family.adapt(shape, names)
     reader = TorchDistReader(directory)
     found = {key: info for key, info in reader.tensors.items() if is_model_key(key)}
     strange = sorted(key for key in reader.objects if is_model_key(key))
@@ -105,17 +134,43 @@ def open_megatron_model(directory: Path, config: Mapping[str, Any]) -> MegatronM
         raise ValueError(
             f"{directory} has {len(strange)} unknown objects: {', '.join(strange[:4])}"
         )
-    stacked = any(key.startswith("decoder.layers.self_attention.") for key in found)
-    layout = Layout.HOMOGENEOUS if stacked else Layout.PER_LAYER
-    links = make_links(family, shape)
-    if shape.tied and _OUTPUT_KEY in found:
+    every = make_links(family, shape)
+    layout = _find_layout(every, found)
+    if shape.tied and OUTPUT_KEY in found and EMBEDDING_KEY in found:
         _check_tied_output(reader, shape.vocab_size)
-        del found[_OUTPUT_KEY]
+        del found[OUTPUT_KEY]
+    links = _present(every, layout, found)
+    left_out = {link_key(link, layout) for link in every} - {link_key(x, layout) for x in links}
     check_coverage(
-        str(directory), megatron_shapes(links, layout, shape.num_layers), found, PADDED_KEYS
+        str(directory),
+        megatron_shapes(links, layout, shape.num_layers),
+        {key: info for key, info in found.items() if key not in left_out},
+        PADDED_KEYS,
     )
+    masters = {_MASTER.sub("", key): key for key in reader.tensors if _MASTER.match(key)}
     ignored = len(reader.tensors) - len(found) + len(reader.objects)
-    return MegatronModel(family, shape, links, layout, reader, ignored)
+    return MegatronModel(family, shape, links, layout, reader, masters, ignored)
+
+
+def _find_layout(links: Sequence[Link], found: Mapping[str, TensorInfo]) -> Layout:
+    in_layers = [link for link in links if link.layer == 0]
+    hits = {layout: sum(link_key(x, layout) in found for x in in_layers) for layout in Layout}
+    return max(Layout, key=lambda layout: hits[layout])
+
+
+def _present(
+    links: Sequence[Link], layout: Layout, found: Mapping[str, TensorInfo]
+) -> tuple[Link, ...]:
+    """Returns the links without aliases, or with the alias where only that is in the checkpoint."""
+    aliases = {(link.layer, link.sources, link.pieces): link for link in links if link.alias}
+    chosen = []
+    for link in links:
+        alias = aliases.get((link.layer, link.sources, link.pieces), link)
+        if link.alias:
+            continue
+        only_alias = link_key(link, layout) not in found and link_key(alias, layout) in found
+        chosen.append(alias if only_alias else link)
+    return tuple(chosen)
 
 
 def _check_tied_output(reader: TorchDistReader, vocab_size: int) -> None:
@@ -128,12 +183,14 @@ def _check_tied_output(reader: TorchDistReader, vocab_size: int) -> None:
         digests.append(digest.digest())
     if digests[0] != digests[1]:
         raise ValueError(
-            f"config.json says tie_word_embeddings=true, but {PADDED_KEYS[1]} differs from "
-            f"{PADDED_KEYS[0]}; set tie_word_embeddings to false in the assets' config.json"
+            f"config.json says tie_word_embeddings=true, but {OUTPUT_KEY} differs from "
+            f"{EMBEDDING_KEY}; set tie_word_embeddings to false in the assets' config.json"
         )
 
 
 def with_vocab_rows(model: MegatronModel, rows: int) -> MegatronModel:
     """Returns the model cut to the first `rows` vocabulary rows (for comparing before a resize)."""
     shape = replace(model.shape, vocab_size=rows)
-    return replace(model, shape=shape, links=make_links(model.family, shape))
+    kept = {(link.layer, link.name) for link in model.links}
+    links = make_links(model.family, shape)
+    return replace(model, shape=shape, links=tuple(x for x in links if (x.layer, x.name) in kept))

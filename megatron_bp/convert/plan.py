@@ -80,7 +80,10 @@ def _make_link(entry: Entry, layer: int, shape: ModelShape) -> Link:
         name=entry.target,
         layer=layer,
         shape=(*lead, num_rows // math.prod(lead), *row_shape),
-        sources=tuple(prefix + source.name for source in entry.sources),
+        sources=tuple(
+            source.name[1:] if source.name.startswith("/") else prefix + source.name
+            for source in entry.sources
+        ),
         source_shapes=shapes,
         pieces=pieces,
         row_dims=len(lead) + 1,

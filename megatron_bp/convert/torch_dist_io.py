@@ -1,50 +1,36 @@
-"""Writes and reads Megatron `torch_dist` directories by chunks, without model or process group.
+"""Reads Megatron `torch_dist` directories by chunks, without model or process group.
 
 Uses torch.distributed.checkpoint only. A checkpoint is `.metadata` (names, shapes, chunks),
-`*.distcp` (data) and `metadata.json` (Megatron's marker, byte for byte what megatron-core 0.19
-writes); common state is the byte object `common_state/shard_0_1`. Knows no key names beyond that
-one. Specified by tests/convert/test_torch_dist_io.py.
+`*.distcp` (data) and `metadata.json` (Megatron's marker); common state is the byte object
+`common_state/shard_0_1`. Knows no key names beyond that one. `torch_dist_writer.py` is the other
+direction. Specified by tests/convert/test_torch_dist_io.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import pickle
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 from torch.distributed.checkpoint.utils import _create_file_view
-from torch.futures import Future
 
+from megatron_bp.convert.link import TensorInfo
 from megatron_bp.convert.plain_pickle import load_plain
-from megatron_bp.convert.plan import TensorInfo
 
 COMMON_STATE = "common_state/shard_0_1"
-MARKER = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-_SMALL_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -56,108 +42,10 @@ class Chunk:
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
-
-def write_torch_dist(
-    directory: Path,
-    chunks: Sequence[Chunk],
-    objects: Mapping[str, Any],
-    make_chunk: Callable[[Chunk], torch.Tensor],
-) -> None:
-    """Writes a complete checkpoint; `make_chunk` is called once a chunk, when its turn comes.
-
-    Small things share one file and every other chunk has its own, because torch keeps all tensors
-    of one file alive until that file is written.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(
-            {},
-            storage_writer=_TwoSizesWriter(
-                str(directory), single_file_per_rank=False, thread_count=1
-            ),
-            planner=_ChunkPlanner(chunks, objects, make_chunk),
-            no_dist=True,
-        )
-    # Last, because Megatron takes a directory with this file for a checkpoint.
-    (directory / "metadata.json").write_text(json.dumps(MARKER))
-
-
-class _ChunkPlanner(DefaultSavePlanner):
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        objects: Mapping[str, Any],
-        make_chunk: Callable[[Chunk], torch.Tensor],
-    ) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._chunks = {(chunk.key, chunk.offset): chunk for chunk in chunks}
-        self._objects = objects
-        self._make_chunk = make_chunk
-
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        count: dict[str, int] = {}
-        for chunk in self._chunks.values():
-            index = count.get(chunk.key, 0)
-            count[chunk.key] = index + 1
-            items.append(_tensor_item(chunk, index))
-        items += [
-            WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)
-            for name in self._objects
-        ]
-        self.plan = SavePlan(items)
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        name, offset = write_item.index.fqn, write_item.index.offset
-        if offset is None:
-            stream = io.BytesIO()
-            torch.save([self._objects[name]], stream)
-            stream.seek(0)
-            return stream
-        chunk = self._chunks[(name, tuple(offset))]
-        tensor = self._make_chunk(chunk)
-        assert tuple(tensor.shape) == chunk.size, f"{name}: {tensor.shape} is not {chunk.size}"
-        assert tensor.dtype == chunk.info.dtype, f"{name}: {tensor.dtype} was promised otherwise"
-        return tensor
-
-
-def _tensor_item(chunk: Chunk, index: int) -> WriteItem:
-    offset = torch.Size(chunk.offset)
-    return WriteItem(
-        index=MetadataIndex(chunk.key, offset, index),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=ChunkStorageMetadata(offset, torch.Size(chunk.size)),
-            properties=TensorProperties(dtype=chunk.info.dtype),
-            size=torch.Size(chunk.info.shape),
-        ),
-    )
-
-
-def _item_bytes(item: WriteItem) -> int:
-    data = item.tensor_data
-    if data is None:
-        return 0
-    assert data.chunk is not None
-    return data.chunk.sizes.numel() * data.properties.dtype.itemsize
-
-
-class _TwoSizesWriter(FileSystemWriter):
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        small = [item for item in plan.items if _item_bytes(item) <= _SMALL_BYTES]
-        large = [item for item in plan.items if _item_bytes(item) > _SMALL_BYTES]
-        prefix = plan.storage_data.prefix
-        results: list[Any] = []
-        for items, one_file, name in ((small, True, f"{prefix}small_"), (large, False, prefix)):
-            self.single_file_per_rank = one_file
-            storage = dataclasses.replace(plan.storage_data, prefix=name)
-            part = dataclasses.replace(plan, items=items, storage_data=storage)
-            results += super().write_data(part, planner).wait()
-        done: Future[Any] = Future()
-        done.set_result(results)
-        return done
+    @property
+    def num_bytes(self) -> int:
+        """The size in bytes."""
+        return math.prod(self.size) * self.info.dtype.itemsize
 
 
 class TorchDistReader:
@@ -199,27 +87,53 @@ class TorchDistReader:
     def iter_rows(self, key: str, layer: int = -1) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields (first row, rows) blocks that together are the tensor, or its layer `layer`.
 
-        Blocks follow the stored chunks, so that each chunk is loaded once and, unless it is split
-        along a later dim (tensor parallel rows), memory holds one chunk.
+        Blocks follow the stored chunks, so that each chunk is loaded once. Chunks that split later
+        dims (tensor parallel columns) are put together first, those of the same rows at a time.
         """
         lead = 1 if layer >= 0 else 0
         shape = self.tensors[key].shape[lead:]
         chunks = [chunk for chunk in self._chunks[key] if not lead or _has_layer(chunk, layer)]
-        whole_rows = all(chunk.size[lead + 1 :] == shape[1:] for chunk in chunks)
-        if whole_rows:
-            for chunk in sorted(chunks, key=lambda chunk: chunk.offset[lead]):
-                yield chunk.offset[lead], self._load(chunk, layer)
+        if not shape:
+            yield 0, self._load(chunks[0], layer)
             return
-        out = torch.empty(shape, dtype=self.tensors[key].dtype)
+        groups: dict[tuple[int, int], list[Chunk]] = {}
         for chunk in chunks:
-            box = zip(chunk.offset[lead:], chunk.size[lead:], strict=True)
+            groups.setdefault((chunk.offset[lead], chunk.size[lead]), []).append(chunk)
+        spans = sorted(groups)
+        ends = [lo + rows for lo, rows in spans]
+        if [lo for lo, _ in spans] != [0, *ends[:-1]] or ends[-1] != shape[0]:
+            groups, spans = {(0, shape[0]): chunks}, [(0, shape[0])]
+        for lo, rows in spans:
+            yield lo, self._join(groups[lo, rows], lo, (rows, *shape[1:]), layer)
+
+    def _join(
+        self, chunks: list[Chunk], rows_lo: int, shape: tuple[int, ...], layer: int
+    ) -> torch.Tensor:
+        lead = 1 if layer >= 0 else 0
+        if len(chunks) == 1:
+            assert chunks[0].size[lead:] == shape, f"{chunks[0].key}: chunks do not fill it"
+            return self._load(chunks[0], layer)
+        out = torch.empty(shape, dtype=chunks[0].info.dtype)
+        filled = 0
+        for chunk in chunks:
+            lows = (chunk.offset[lead] - rows_lo, *chunk.offset[lead + 1 :])
+            box = zip(lows, chunk.size[lead:], strict=True)
             out[tuple(slice(lo, lo + size) for lo, size in box)] = self._load(chunk, layer)
-        yield 0, out
+            filled += math.prod(chunk.size[lead:])
+        assert filled == out.numel(), f"{chunks[0].key}: chunks overlap or do not fill it"
+        return out
 
     def _load(self, chunk: Chunk, layer: int) -> torch.Tensor:
         with self._open(MetadataIndex(chunk.key, torch.Size(chunk.offset))) as view:
-            tensor = torch.load(view, map_location="cpu", weights_only=True)
-        assert tuple(tensor.shape) == chunk.size, f"{chunk.key}: damaged chunk"
+            try:
+                tensor = torch.load(view, map_location="cpu", weights_only=True)
+            except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
+                raise ValueError(
+                    f"{self.directory}: {chunk.key} cannot be read, its file is truncated or "
+                    f"damaged ({error})"
+                ) from None
+        if tuple(tensor.shape) != chunk.size:
+            raise ValueError(f"{self.directory}: {chunk.key} has a damaged chunk")
         return tensor if layer < 0 else tensor[layer - chunk.offset[0]]
 
     @contextmanager
@@ -230,8 +144,16 @@ class TorchDistReader:
                 f"{self.directory}: {index.fqn} is stored with a transform (compressed); "
                 f"save the checkpoint without storage extensions"
             )
-        with open(self.directory / place.relative_path, "rb") as stream:
+        path = self.directory / place.relative_path
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; it holds {index.fqn}")
+        with open(path, "rb") as stream:
             yield _create_file_view(stream, place.offset, place.length)
+
+    def stamp(self) -> list[tuple[str, int, int]]:
+        """Returns name, size and time of every file, to tell whether the checkpoint changed."""
+        files = sorted(path for path in self.directory.iterdir() if path.is_file())
+        return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
     def common_state(self) -> dict[str, Any]:
         """Returns the common state (args, iteration, ...) without importing classes it mentions."""

@@ -32,7 +32,7 @@ def test_a_model_goes_through_every_command(tmp_path: Path, capsys):
     m, back = tmp_path / "m", tmp_path / "back"
     status, made, err = _run(capsys, "ar2bdlm", hf, m, "--mask-token-id", 100, "--block-size", 8)
     assert (status, made["tokenizer"]) == (0, "encode and decode agree")
-    assert "writing torch_dist: 100%" in err  # the progress bar
+    assert "converting: 100%" in err  # the progress bar
     status, seen, _ = _run(capsys, "inspect", m)
     assert (status, seen["kind"], seen["family"], seen["num_layers"]) == (0, "megatron", "llama", 2)
     assert (seen["mask_token_id"], seen["block_size"], seen["num_tensors"]) == (100, 8, 14)

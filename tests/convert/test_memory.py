@@ -10,19 +10,20 @@ import pytest
 import torch
 
 from megatron_bp.convert.families import read_model
-from megatron_bp.convert.plan import TensorInfo, hf_shapes, make_links
-from megatron_bp.convert.safetensors_io import SafetensorsWriter
+from megatron_bp.convert.link import TensorInfo
+from megatron_bp.convert.plan import hf_shapes, make_links
+from megatron_bp.convert.safetensors_io import Shard, ShardWriter
 from tests.convert.tiny_models import LLAMA, make_hf, write_json
 
 MEASURE = """
 import sys
 from pathlib import Path
-from megatron_bp.convert import ar_to_bdlm
+from megatron_bp.convert import ar_to_bdlm, import_work
 from megatron_bp.convert.export import ExportRequest, mcore_to_hf
 from megatron_bp.convert.plan import Layout
 from megatron_bp.convert.progress import Silent
 from tests.convert.test_memory import peak_mib
-ar_to_bdlm.CHUNK_BYTES = 8 * 2**20
+import_work.CHUNK_BYTES = 8 * 2**20
 def there(root):
     request = ar_to_bdlm.ImportRequest(root / "hf", root / "m", Layout.PER_LAYER, "keep", False)
     ar_to_bdlm.hf_to_mcore(request, Silent())
@@ -61,7 +62,11 @@ def test_peak_memory_is_a_few_chunks_and_not_the_model(tmp_path: Path):
     (tmp_path / "large" / "hf").mkdir(parents=True)
     write_json(tmp_path / "large" / "hf" / "config.json", config)
     # Zeros in a sparse file: creating the shards is all that is needed.
-    SafetensorsWriter(tmp_path / "large" / "hf", infos, 10**9)._close_streams()
+    writer = ShardWriter(tmp_path / "large" / "hf", Shard("model.safetensors", infos))
+    writer.__exit__(ValueError, None, None)
+    next((tmp_path / "large" / "hf").glob("*.unfinished")).rename(
+        tmp_path / "large" / "hf" / "model.safetensors"
+    )
     make_hf(tmp_path / "tiny" / "hf", LLAMA)
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "tiny"), str(tmp_path / "large")]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout

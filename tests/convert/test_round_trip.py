@@ -79,7 +79,7 @@ def test_megatron_tensors_equal_an_independent_construction(tmp_path: Path, name
 
 
 def test_large_tensors_are_cut_into_chunks_without_a_seam(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("megatron_bp.convert.ar_to_bdlm.CHUNK_BYTES", 7 * 48 * 2)
+    monkeypatch.setattr("megatron_bp.convert.import_work.CHUNK_BYTES", 7 * 48 * 2)
     hf = make_hf(tmp_path / "hf", QWEN3)
     hf_to_mcore(_import(hf, tmp_path / "m", layout=Layout.HOMOGENEOUS), Silent())
     mcore_to_hf(_export(tmp_path / "m", tmp_path / "back"), Silent())

@@ -9,8 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_bp.convert.plan import TensorInfo
-from megatron_bp.convert.safetensors_io import INDEX_NAME, SafetensorsDir, SafetensorsWriter
+from megatron_bp.convert.link import TensorInfo
+from megatron_bp.convert.safetensors_io import (
+    INDEX_NAME,
+    SafetensorsDir,
+    Shard,
+    ShardWriter,
+    plan_shards,
+    write_index,
+)
 from tests.convert.tiny_models import read_hf, same_bits
 
 TENSORS = {
@@ -18,15 +25,23 @@ TENSORS = {
     "b": torch.randn(5),
     "c": torch.randn(4, 6).half(),
     "empty": torch.empty(0, 3),
+    "stack": torch.randn(3, 2, 4),
+    "scalar": torch.tensor(2.5),
 }
 
 
 def _write(directory: Path, max_shard_bytes: int) -> None:
     infos = {name: TensorInfo(tuple(t.shape), t.dtype) for name, t in TENSORS.items()}
-    with SafetensorsWriter(directory, infos, max_shard_bytes) as writer:
-        for name, tensor in TENSORS.items():
-            for lo in reversed(range(tensor.shape[0])):  # any order
-                writer.write_rows(name, lo, tensor[lo : lo + 1])
+    shards = plan_shards(infos, max_shard_bytes)
+    write_index(directory, shards)
+    for shard in shards:
+        with ShardWriter(directory, shard) as writer:
+            assert not (directory / shard.name).exists()
+            for name in shard.tensors:
+                rows = TENSORS[name]
+                rows = rows.flatten(0, -2) if rows.dim() > 2 else rows  # stacks may be folded
+                for lo in reversed(range(len(rows) if rows.dim() else 1)):  # any order
+                    writer.write_rows(name, lo, rows[lo : lo + 1] if rows.dim() else rows)
 
 
 @pytest.mark.parametrize("max_shard_bytes", [10**9, 50])
@@ -58,14 +73,20 @@ def test_a_sharded_directory_written_here_is_read_here(tmp_path: Path):
     source = SafetensorsDir(tmp_path)
     for name, tensor in TENSORS.items():
         blocks = [rows for _, rows in source.iter_rows(name)]
-        assert same_bits(torch.cat(blocks) if blocks else tensor, tensor)
+        assert same_bits(torch.cat(blocks) if tensor.dim() and blocks else tensor, tensor)
+    assert torch.equal(next(source.iter_rows("scalar"))[1], TENSORS["scalar"])
+    folded = torch.empty(3, 4)
+    source.read_rows_into("stack", 2, folded)
+    assert torch.equal(folded, TENSORS["stack"].view(6, 4)[2:5])
 
 
 def test_a_row_not_written_is_an_error(tmp_path: Path):
-    writer = SafetensorsWriter(tmp_path, {"a": TensorInfo((2, 3), torch.float32)}, 10**9)
+    shard = Shard("model.safetensors", {"a": TensorInfo((2, 3), torch.float32)})
+    writer = ShardWriter(tmp_path, shard)
     writer.write_rows("a", 0, torch.zeros(1, 3))
     with pytest.raises(AssertionError, match="not written exactly once"):
         writer.close()
+    assert not (tmp_path / "model.safetensors").exists()
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path):
@@ -74,6 +95,20 @@ def test_a_truncated_file_is_refused(tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(data[:-4])
     with pytest.raises(ValueError, match="truncated or damaged"):
         SafetensorsDir(tmp_path)
+
+
+def test_damaged_headers_are_refused_by_name(tmp_path: Path):
+    file = tmp_path / "model.safetensors"
+    entry = '"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+    for header, text in (
+        ("{" + entry + "," + entry + "}", "names a twice"),
+        ("{" + entry + "," + entry.replace('"a"', '"b"') + "}", "b overlaps or leaves a gap"),
+        ("{" + entry.replace("F32", "F8_E4M3") + "}", "a has dtype F8_E4M3, which is not"),
+        ("{" + entry, "is not a whole safetensors file"),
+    ):
+        file.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
+        with pytest.raises(ValueError, match=text):
+            SafetensorsDir(tmp_path)
 
 
 def test_an_index_that_disagrees_with_its_files_is_refused(tmp_path: Path):

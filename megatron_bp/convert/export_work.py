@@ -1,0 +1,88 @@
+"""The jobs of a conversion to Hugging Face: each writes one safetensors file.
+
+Every job can run in any process. Specified by tests/convert/test_round_trip.py and test_jobs.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_bp.convert.link import Link
+from megatron_bp.convert.megatron_model import Stored, iter_link_rows
+from megatron_bp.convert.pass_through import NoTensors
+from megatron_bp.convert.rules import clip
+from megatron_bp.convert.safetensors_io import SafetensorsDir, Shard, ShardWriter
+from megatron_bp.convert.torch_dist_io import TorchDistReader
+
+
+@dataclass(frozen=True)
+class ExportWork:
+    """One job a shard. `names` maps a repository's tensor name to the one to write."""
+
+    reader: TorchDistReader
+    links: tuple[tuple[Link, Stored], ...]
+    kept: SafetensorsDir | NoTensors
+    shards: tuple[Shard, ...]
+    written_names: Mapping[str, str]
+    directory: Path
+    check_finite: bool
+
+    def names(self) -> list[str]:
+        """Returns a name for every job, in order."""
+        return [shard.name for shard in self.shards]
+
+    def order(self) -> list[int]:
+        """Returns the jobs in order."""
+        return list(range(len(self.shards)))
+
+    def num_bytes(self, job: int) -> int:
+        """Returns the size of the shard."""
+        return self.shards[job].num_bytes
+
+    def run(self, job: int, advance: Callable[[int], None]) -> None:
+        """Writes one shard."""
+        shard = self.shards[job]
+        with ShardWriter(self.directory, shard) as writer:
+            for link, stored in self.links:
+                mine = {n for n in link.sources if self.written_names.get(n, "") in shard.tensors}
+                if mine:
+                    self._write_link(link, stored, writer, mine, advance)
+            for name in self.kept.tensors:
+                if self.written_names[name] in shard.tensors:
+                    assert isinstance(self.kept, SafetensorsDir)
+                    for lo, rows in self.kept.iter_rows(name):
+                        writer.write_rows(self.written_names[name], lo, rows)
+                        advance(rows.nbytes)
+
+    def _write_link(
+        self,
+        link: Link,
+        stored: Stored,
+        writer: ShardWriter,
+        mine: set[str],
+        advance: Callable[[int], None],
+    ) -> None:
+        for lo, rows in iter_link_rows(self.reader, link, stored):
+            for piece in clip(link.pieces, lo, lo + rows.shape[0]):
+                name = link.sources[piece.source]
+                if name not in mine:
+                    continue
+                part = rows[piece.target_lo - lo :][: piece.rows]
+                info = writer.info(self.written_names[name])
+                part = part if part.dtype == info.dtype else part.to(info.dtype)
+                if self.check_finite:
+                    _check_finite(part, stored.key, name)
+                writer.write_rows(self.written_names[name], piece.source_lo, part)
+                advance(part.nbytes)
+
+
+def _check_finite(part: torch.Tensor, key: str, name: str) -> None:
+    if not part.isfinite().all():
+        raise ValueError(
+            f"{key} (for {name}) has NaN or infinite values as {part.dtype}; export an earlier "
+            f"--iteration, or leave --check-finite out"
+        )

@@ -1,0 +1,49 @@
+"""The tensors of a repository that Megatron's model does not own, and the names of all the others.
+
+An import keeps them in a folder of the assets, an export puts them back. Specified by
+tests/convert/test_pass_through.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from megatron_bp.convert.hf_assets import PASS_THROUGH_NAME
+from megatron_bp.convert.link import TensorInfo
+from megatron_bp.convert.safetensors_io import SafetensorsDir, Shard, write_index
+
+_NAMES = "names.json"
+
+
+class NoTensors:
+    """A tensor source without tensors."""
+
+    def __init__(self) -> None:
+        """Has nothing."""
+        self.tensors: dict[str, TensorInfo] = {}
+
+
+def write_kept(directory: Path, names: Iterable[str], shards: Sequence[Shard]) -> None:
+    """Completes the folder of `shards`: their index, and the names of the whole repository."""
+    write_index(directory, shards)
+    (directory / _NAMES).write_text(json.dumps(sorted(names), indent=1) + "\n")
+
+
+def open_kept(assets: Path) -> SafetensorsDir | NoTensors:
+    """Returns the tensors kept beside the assets."""
+    directory = assets / PASS_THROUGH_NAME
+    if not list(directory.glob("*.safetensors")):
+        return NoTensors()
+    return SafetensorsDir(directory)
+
+
+def repository_names(assets: Path) -> tuple[str, ...]:
+    """Returns the tensor names of the repository that the assets are from, () when unknown."""
+    path = assets / PASS_THROUGH_NAME / _NAMES
+    if path.is_file():
+        return tuple(json.loads(path.read_text()))
+    if list(assets.glob("*.safetensors")):
+        return tuple(SafetensorsDir(assets).tensors)
+    return ()
