@@ -44,6 +44,10 @@ def test_two_ranks_train_save_and_log(tmp_path: Path) -> None:
     assert "world 2 = TP 1 x PP 1 x context group 2 x DP 1" in run.stdout
     assert (tmp_path / "saved/latest_checkpointed_iteration.txt").read_text() == "2"
     assert len(read_scalars(tmp_path / "log")) == 2
+    again = [*flags(f"--load {tmp_path}/saved --ckpt-step 2 --train-iters 2"), "--block-size", "4"]
+    run = start(SCRIPT, *again)
+    assert run.returncode != 0
+    assert "--block-size 4 differs from 8 in the checkpoint of --load" in run.stderr
 
 
 def test_a_wrong_setting_ends_the_run_with_its_reason() -> None:

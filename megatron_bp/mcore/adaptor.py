@@ -91,7 +91,7 @@ def refuse_after_start(args: argparse.Namespace, tokenizer: Any) -> None:
         args.mask_token_id, vocabulary_size(args, tokenizer), special_ids(tokenizer)
     )
     if args.load is not None:
-        problems += refusals.resume_problems(args, saved_arguments(args.load))
+        problems += refusals.resume_problems(args, saved_arguments(args.load, args.ckpt_step))
     if problems:
         raise ValueError(list_problems(problems))
 
@@ -114,8 +114,11 @@ def special_ids(tokenizer: Any) -> dict[str, int]:
     return found
 
 
-def saved_arguments(folder: str) -> argparse.Namespace:
-    """Returns the arguments saved in the latest checkpoint under `folder`; empty if none."""
+def saved_arguments(folder: str, step: int | None) -> argparse.Namespace:
+    """Returns the arguments saved in a checkpoint under `folder`; empty if there are none.
+
+    `step` is Megatron's --ckpt-step; without one the latest checkpoint is read.
+    """
     from megatron.core import dist_checkpointing
     from megatron.training.checkpointing import (
         get_checkpoint_name,
@@ -127,6 +130,8 @@ def saved_arguments(folder: str) -> argparse.Namespace:
         iteration, release = read_metadata(get_checkpoint_tracker_filename(folder))
     except FileNotFoundError:
         return argparse.Namespace()
+    if step is not None:
+        iteration, release = step, False
     path = get_checkpoint_name(folder, iteration, release, return_base_dir=True)
     if not dist_checkpointing.check_is_distributed_checkpoint(path):
         return argparse.Namespace()
