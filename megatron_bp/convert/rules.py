@@ -60,6 +60,15 @@ def interleave_groups(source_rows: Sequence[int], num_groups: int) -> Pieces:
     return tuple(pieces)
 
 
+def interleave_in(groups: int) -> RowRule:
+    """Returns `interleave_groups` for layers with a number of query groups of their own."""
+
+    def rule(source_rows: Sequence[int], num_groups: int) -> Pieces:
+        return interleave_groups(source_rows, groups)
+
+    return rule
+
+
 def interleave_gated_groups(source_rows: Sequence[int], num_groups: int) -> Pieces:
     """Returns, group by group, its queries, its output gates, its key and its value.
 

@@ -1,6 +1,6 @@
 """Model families as tables: which Hugging Face tensors make up which Megatron tensor.
 
-A new dense family is one file with an entry table and a config reader, listed in `FAMILIES` below.
+A new family is one file with an entry table and a config reader, listed in `FAMILIES` below.
 Specified by tests/convert/test_families.py and the golden key lists.
 """
 
@@ -10,12 +10,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_bp.convert.families.base import Family, ModelShape
+from megatron_bp.convert.families.dflash import DFLASH, DFLASH2
+from megatron_bp.convert.families.gemma4 import DIFFUSION_GEMMA, GEMMA4
 from megatron_bp.convert.families.llama import LLAMA
+from megatron_bp.convert.families.ministral3 import MINISTRAL3, NEMOTRON_LABS
 from megatron_bp.convert.families.qwen2 import QWEN2
 from megatron_bp.convert.families.qwen3 import QWEN3
+from megatron_bp.convert.families.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from megatron_bp.convert.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES: tuple[Family, ...] = (LLAMA, QWEN2, QWEN3, QWEN3_MOE)
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    MINISTRAL3,
+    NEMOTRON_LABS,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    GEMMA4,
+    DIFFUSION_GEMMA,
+    DFLASH,
+    DFLASH2,
+)
 
 
 def read_model(config: Mapping[str, Any]) -> tuple[Family, ModelShape]:

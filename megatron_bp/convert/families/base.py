@@ -20,7 +20,8 @@ class ModelShape:
     `layer_prefix` goes before the layer number in Hugging Face names and `head_name` is the output
     table there. `args` and `flags` replace or add what megatron_args.py derives from the rest:
     Namespace fields, and command-line flags without dashes (False leaves the flag out). `notes` are
-    settings that no Megatron flag carries, for people to read.
+    settings that no Megatron flag carries, for people to read. `tie_disputed` means that a config
+    leaves open whether the head is tied, so that the tensors decide (`settle_tie`).
     """
 
     family: str
@@ -42,6 +43,7 @@ class ModelShape:
     args: tuple[tuple[str, Any], ...] = ()
     flags: tuple[tuple[str, str | int | float | bool], ...] = ()
     notes: tuple[str, ...] = ()
+    tie_disputed: bool = False
 
     def dims(self) -> dict[str, int]:
         """Returns the sizes that entry tables name."""
@@ -49,6 +51,7 @@ class ModelShape:
             "hidden": self.hidden_size,
             "ffn": self.ffn_size,
             "query": self.num_heads * self.head_size,
+            "gated_query": 2 * self.num_heads * self.head_size,
             "key": self.num_groups * self.head_size,
             "head": self.head_size,
             "vocab": self.vocab_size,
@@ -57,7 +60,10 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Source:
-    """One Hugging Face tensor and its shape, in numbers or in the names of `ModelShape.dims`."""
+    """One Hugging Face tensor and its shape, in numbers or in the names of `ModelShape.dims`.
+
+    Inside a layer the name is relative to the layer, unless it starts with "/".
+    """
 
     name: str
     shape: tuple[str | int, ...]
@@ -117,6 +123,11 @@ def uniform_states(family: Family, shape: ModelShape, layer: int) -> ExtraStates
     """Returns the extra states of any layer, or of the top level."""
     modules = family.layer_extra_states if layer >= 0 else family.extra_states
     return tuple((module, 1) for module in modules)
+
+
+def settle_tie(shape: ModelShape, names: Container[str]) -> ModelShape:
+    """Returns `shape`, tied exactly when there is no head tensor if its config left that open."""
+    return replace(shape, tied=shape.head_name not in names) if shape.tie_disputed else shape
 
 
 def keep_shape(shape: ModelShape, names: Container[str]) -> ModelShape:

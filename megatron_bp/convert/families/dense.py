@@ -81,7 +81,9 @@ def _unsupported(
     if activation not in ("silu", "swish"):
         problems.append(f"hidden_act={activation!r} must be 'silu' (--swiglu)")
     stored_types = config.get("layer_types") or ()
-    uses_window = config.get("use_sliding_window", config.get("model_type") == "mistral")
+    # Qwen's configs have a window that is off unless use_sliding_window says otherwise.
+    qwen = str(config.get("model_type", "")).startswith("qwen")
+    uses_window = config.get("use_sliding_window", not qwen)
     strange = sorted({kind for kind in stored_types if kind not in layer_types})
     if strange:
         problems.append(

@@ -127,6 +127,8 @@ def read_moe_shape(base: ModelShape, config: Mapping[str, Any]) -> MoeShape:
     Raises: ValueError listing missing sizes and layouts without a counterpart.
     """
     problems = []
+    # transformers 5 writes num_experts under its other name.
+    config = {"num_experts": config.get("num_local_experts"), **config}
     sizes: dict[str, int] = {}
     for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
         value = config.get(name)

@@ -19,7 +19,7 @@ from megatron_bp.convert.families.llama import (
 )
 from megatron_bp.convert.rules import copy_rows
 
-_QK_NORMS = tuple(
+QK_NORMS = tuple(
     Entry(
         f"self_attention.{short}_layernorm.weight",
         (Source(f"self_attn.{short}_norm.weight", ("head",)),),
@@ -42,7 +42,7 @@ QWEN3 = Family(
     model_types=("qwen3",),
     top=DENSE_TOP,
     head=DENSE_HEAD,
-    layer=DENSE_LAYER + _QK_NORMS,
+    layer=DENSE_LAYER + QK_NORMS,
     extra_states=DENSE_EXTRA_STATES,
     layer_extra_states=DENSE_LAYER_EXTRA_STATES
     + ("self_attention.q_layernorm", "self_attention.k_layernorm"),

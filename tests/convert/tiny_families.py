@@ -1,0 +1,434 @@
+"""Tiny random repositories of every model family, made by transformers' own classes where it has
+them, and the Megatron tensors they must become.
+
+Sizes differ from one another. `expected_*` are independent oracles: they use torch.cat and views,
+not the converter's row rules.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.convert.tiny_models import write_json, write_tokenizer
+
+Tensors = dict[str, torch.Tensor]
+DENSE = {
+    "num_hidden_layers": 2,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "max_position_embeddings": 64,
+}
+MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+GDN = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+GEMMA = {
+    **DENSE,
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
+GEMMA_MOE = {"num_experts": 3, "top_k_experts": 2, "moe_intermediate_size": 20}
+NO_PER_LAYER_INPUT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+GEMMA_VISION = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "position_embedding_size": 8,
+    "pooling_kernel_size": 1,
+    "use_clipped_linears": True,
+}
+
+
+def _qwen2(tied: bool) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM(Qwen2Config(**DENSE, tie_word_embeddings=tied))
+
+
+def _qwen3(tied: bool) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**DENSE, head_dim=16, tie_word_embeddings=tied))
+
+
+def _llama(tied: bool) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**DENSE, tie_word_embeddings=tied))
+
+
+def _qwen3_moe(tied: bool) -> Any:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(**DENSE, **MOE, head_dim=16, tie_word_embeddings=tied)
+    config.norm_topk_prob = True
+    return Qwen3MoeForCausalLM(config)
+
+
+def _ministral3(tied: bool) -> Any:
+    from transformers import Ministral3Config, Ministral3ForCausalLM
+
+    return Ministral3ForCausalLM(
+        Ministral3Config(**DENSE, head_dim=16, rope_parameters=YARN, tie_word_embeddings=tied)
+    )
+
+
+def _mistral3(tied: bool) -> Any:
+    from transformers import Ministral3Config, Mistral3Config, Mistral3ForConditionalGeneration
+
+    text = Ministral3Config(**DENSE, head_dim=16, rope_parameters=YARN, tie_word_embeddings=tied)
+    return Mistral3ForConditionalGeneration(
+        Mistral3Config(text_config=text.to_dict(), vision_config=PIXTRAL, tie_word_embeddings=tied)
+    )
+
+
+def _qwen3_5_text(tied: bool) -> Any:
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**DENSE, **GDN}, tie_word_embeddings=tied))
+
+
+def _qwen3_5(tied: bool) -> Any:
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
+
+    text = Qwen3_5TextConfig(**{**DENSE, **GDN}, tie_word_embeddings=tied)
+    return Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(
+            text_config=text.to_dict(), vision_config=QWEN_VISION, tie_word_embeddings=tied
+        )
+    )
+
+
+def _qwen3_5_moe(tied: bool) -> Any:
+    from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+
+    sizes = {k: v for k, v in {**DENSE, **GDN, **MOE}.items() if k != "intermediate_size"}
+    return Qwen3_5MoeForCausalLM(
+        Qwen3_5MoeTextConfig(**sizes, shared_expert_intermediate_size=28, tie_word_embeddings=tied)
+    )
+
+
+def _gemma4_text(tied: bool) -> Any:
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(
+        **GEMMA,
+        **GEMMA_MOE,
+        **NO_PER_LAYER_INPUT,
+        attention_k_eq_v=True,
+        enable_moe_block=True,
+        tie_word_embeddings=tied,
+    )
+    return Gemma4ForCausalLM(config)
+
+
+def _gemma4(tied: bool) -> Any:
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4TextConfig
+
+    text = Gemma4TextConfig(
+        **GEMMA, **NO_PER_LAYER_INPUT, attention_k_eq_v=True, tie_word_embeddings=tied
+    )
+    return Gemma4ForConditionalGeneration(
+        Gemma4Config(
+            text_config=text.to_dict(),
+            vision_config={**GEMMA_VISION, "use_clipped_linears": False},
+            audio_config=None,
+            tie_word_embeddings=tied,
+        )
+    )
+
+
+def _diffusion_gemma(tied: bool) -> Any:
+    from transformers import (
+        DiffusionGemmaConfig,
+        DiffusionGemmaForBlockDiffusion,
+        DiffusionGemmaTextConfig,
+    )
+
+    assert tied, "DiffusionGemma is always tied"
+    text = DiffusionGemmaTextConfig(**GEMMA, **GEMMA_MOE)
+    return DiffusionGemmaForBlockDiffusion(
+        DiffusionGemmaConfig(
+            text_config=text.to_dict(), vision_config=GEMMA_VISION, canvas_length=8
+        )
+    )
+
+
+BUILDERS: dict[str, Callable[[bool], Any]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "ministral3": _ministral3,
+    "mistral3": _mistral3,
+    "qwen3_5_text": _qwen3_5_text,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5_moe,
+    "gemma4_text": _gemma4_text,
+    "gemma4": _gemma4,
+    "diffusion_gemma": _diffusion_gemma,
+}
+
+
+def transformers_repository(name: str, *, tied: bool, seed: int = 0) -> tuple[dict, Tensors]:
+    """Returns (config.json, tensors) as transformers saves a random bf16 model of `BUILDERS`.
+
+    Every stored value is random, norms and buffers too, so that no two rows agree.
+    """
+    torch.manual_seed(seed)
+    model = BUILDERS[name](tied).to(torch.bfloat16)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.normal_()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        tensors: Tensors = {}
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            tensors |= load_file(file)
+        return json.loads((Path(folder) / "config.json").read_text()), tensors
+
+
+def _random(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def _with_mtp_and_fp32(tensors: Tensors) -> Tensors:
+    """Adds what the released Qwen3.5 files have and transformers does not write."""
+    keep = re.compile(r"linear_attn\.(A_log|norm\.weight)$")
+    out = {
+        # Values that bf16 does not have, also near zero, where w - 1 rounds in fp32.
+        name: (tensor.float() * 0.3 + 1e-3 / 3) if keep.search(name) else tensor
+        for name, tensor in tensors.items()
+    }
+    return out | {
+        "mtp.fc.weight": _random((48, 96), 1),
+        "mtp.layers.0.self_attn.q_proj.weight": _random((192, 48), 2),
+        "mtp.norm.weight": _random((48,), 3),
+    }
+
+
+def _fuse_experts(tensors: Tensors) -> Tensors:
+    """Returns the tensors with each layer's experts stacked, as other repositories have them."""
+    out = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    layers = sorted({name.partition("experts.")[0] for name in tensors if ".experts." in name})
+    for layer in layers:
+
+        def stack(name: str, layer: str = layer) -> torch.Tensor:
+            return torch.stack(
+                [tensors[f"{layer}experts.{number}.{name}_proj.weight"] for number in range(3)]
+            )
+
+        out[f"{layer}experts.gate_up_proj"] = torch.cat([stack("gate"), stack("up")], 1)
+        out[f"{layer}experts.down_proj"] = stack("down")
+    return out
+
+
+def _to_nemotron(config: dict, tensors: Tensors) -> tuple[dict, Tensors]:
+    """Returns a Ministral-3 repository under Nemotron-Labs-Diffusion's names."""
+    names = {
+        name: "diffusion_head.weight"
+        if name == "lm_head.weight"
+        else name.replace("model.", "encoder.", 1)
+        for name in tensors
+    }
+    config = config | {
+        "architectures": ["NemotronLabsDiffusionModel"],
+        "model_type": "nemotron_labs_diffusion",
+        "mask_token_id": 100,
+        "block_size": 32,
+        "dlm_paradigm": "bidirectional",
+    }
+    return config, {names[name]: tensor for name, tensor in tensors.items()}
+
+
+def _drafter(second: bool) -> tuple[dict, Tensors]:
+    """Returns a drafter from its published key list."""
+    own: dict[str, Any] = {"mask_token_id": 100, "block_size": 8, "target_layer_ids": [1, 3, 5]}
+    if second:
+        own |= {
+            "conv_kernel_size": 2,
+            "conv_group_size": 16,
+            "selector_rank": 12,
+            "selector_top_k": 16,
+        }
+    config = {
+        **DENSE,
+        "architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000000,
+        "hidden_act": "silu",
+        "layer_types": ["sliding_attention", "full_attention"],
+        "use_sliding_window": True,
+        "sliding_window": 32,
+        "num_target_layers": 8,
+        "block_size": 8,
+        "is_causal": False,
+        "dflash_config": own,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (48, 144),
+        "hidden_norm.weight": (48,),
+        "norm.weight": (48,),
+    }
+    for layer in range(2):
+        prefix = f"layers.{layer}."
+        shapes |= {
+            f"{prefix}input_layernorm.weight": (48,),
+            f"{prefix}post_attention_layernorm.weight": (48,),
+            f"{prefix}self_attn.q_proj.weight": (96, 48),
+            f"{prefix}self_attn.k_proj.weight": (32, 48),
+            f"{prefix}self_attn.v_proj.weight": (32, 48),
+            f"{prefix}self_attn.o_proj.weight": (48, 96),
+            f"{prefix}self_attn.q_norm.weight": (16,),
+            f"{prefix}self_attn.k_norm.weight": (16,),
+            f"{prefix}mlp.gate_proj.weight": (80, 48),
+            f"{prefix}mlp.up_proj.weight": (80, 48),
+            f"{prefix}mlp.down_proj.weight": (48, 80),
+        }
+        for conv in ("attention_conv", "mlp_conv") if second else ():
+            shapes[f"{prefix}{conv}.base_kernel"] = (2, 2, 48)
+            shapes[f"{prefix}{conv}.kernel_projection.weight"] = (2 * 2 * 3, 48)
+    if second:
+        shapes["candidate_selector.predecessor_codebook"] = (101, 12)
+        shapes["candidate_selector.successor_codebook"] = (101, 12)
+        shapes["candidate_selector.hidden_projection.weight"] = (12, 48)
+    return config, {name: _random(shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
+
+
+def _make(name: str) -> tuple[dict, Tensors]:
+    if name in ("dflash", "dflash2"):
+        return _drafter(name == "dflash2")
+    base, _, variant = name.partition("-")
+    tied = variant == "tied"
+    if base == "nemotron":
+        return _to_nemotron(*transformers_repository("ministral3", tied=tied))
+    config, tensors = transformers_repository(base, tied=tied)
+    if variant == "fused":
+        tensors = _fuse_experts(tensors)
+    if variant == "released":
+        tensors = _with_mtp_and_fp32(tensors)
+    if variant == "fp32":
+        tensors = {key: tensor.float() + 1 / 3 for key, tensor in tensors.items()}
+        config["dtype"] = "float32"
+    return config, tensors
+
+
+# Each family tied and untied where transformers allows both, plus what real files do differently.
+CASES = (
+    "llama-tied",
+    "llama-fp32",
+    "qwen2-tied",
+    "qwen2-untied",
+    "qwen3-fp32",
+    "qwen3-tied",
+    "qwen3_moe-untied",
+    "qwen3_moe-tied",
+    "qwen3_moe-fused",
+    "ministral3-tied",
+    "ministral3-fp32",
+    "mistral3-tied",
+    "mistral3-untied",
+    "nemotron-untied",
+    "qwen3_5_text-tied",
+    "qwen3_5_text-fp32",
+    "qwen3_5-untied",
+    "qwen3_5-released",
+    "qwen3_5_moe-untied",
+    "qwen3_5_moe-fused",
+    "gemma4_text-tied",
+    "gemma4_text-untied",
+    "gemma4_text-fp32",
+    "gemma4-tied",
+    "diffusion_gemma-tied",
+    "dflash",
+    "dflash2",
+)
+_MADE: dict[str, tuple[dict, Tensors]] = {}
+
+
+def make_case(name: str) -> tuple[dict, Tensors]:
+    """Returns (config, tensors) of a case in `CASES`; made once, so do not change them in place."""
+    if name not in _MADE:
+        _MADE[name] = _make(name)
+    config, tensors = _MADE[name]
+    return dict(config), dict(tensors)
+
+
+def write_repository(
+    directory: Path, config: Mapping[str, Any], tensors: Tensors, num_files: int = 1
+) -> Path:
+    """Writes a Hugging Face directory with weights in that many files; returns it."""
+    directory.mkdir(parents=True)
+    write_json(directory / "config.json", config)
+    write_tokenizer(directory, 100)
+    names = list(tensors)
+    if num_files == 1:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return directory
+    weight_map = {}
+    for number in range(num_files):
+        file = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+        part = {name: tensors[name] for name in names[number::num_files]}
+        save_file(part, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    write_json(directory / "model.safetensors.index.json", {"weight_map": weight_map})
+    return directory
