@@ -26,7 +26,7 @@ from megatron_bp.convert.megatron_model import (
     open_megatron_model,
     with_vocab_rows,
 )
-from megatron_bp.convert.pass_through import NoTensors, open_kept
+from megatron_bp.convert.pass_through import NoTensors, open_kept, restore_original
 from megatron_bp.convert.progress import Progress
 from megatron_bp.convert.rules import clip
 from megatron_bp.convert.safetensors_io import SafetensorsDir
@@ -129,15 +129,17 @@ def _differing(
 ) -> list[str]:
     stored = model.stored(link)
     row, tables = exempt
-    if stored.info.dtype != source.tensors[link.sources[0]].dtype:
+    if stored.info.dtype != source.tensors[link.sources[0]].dtype and not link.offset:
         return list(link.sources)
     differ = []
     for lo, rows in iter_link_rows(model.reader, link, stored):
         for piece in clip(link.pieces, lo, lo + rows.shape[0]):
             name = link.sources[piece.source]
             here = rows[piece.target_lo - lo :][: piece.rows].contiguous()
-            other = torch.empty_like(here)
+            other = torch.empty(here.shape, dtype=source.tensors[name].dtype)
             source.read_rows_into(name, piece.source_lo, other)
+            if link.offset:
+                here = restore_original(here, other, link.offset)
             if name in tables and 0 <= row - piece.source_lo < piece.rows:
                 other[row - piece.source_lo] = here[row - piece.source_lo]
             if not torch.equal(here.view(torch.uint8), other.view(torch.uint8)):

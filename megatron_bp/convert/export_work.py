@@ -13,7 +13,7 @@ import torch
 
 from megatron_bp.convert.link import Link
 from megatron_bp.convert.megatron_model import Stored, iter_link_rows
-from megatron_bp.convert.pass_through import NoTensors
+from megatron_bp.convert.pass_through import NoTensors, restore_original
 from megatron_bp.convert.rules import clip
 from megatron_bp.convert.safetensors_io import SafetensorsDir, Shard, ShardWriter
 from megatron_bp.convert.torch_dist_io import TorchDistReader
@@ -46,13 +46,14 @@ class ExportWork:
     def run(self, job: int, advance: Callable[[int], None]) -> None:
         """Writes one shard."""
         shard = self.shards[job]
+        made = {name for link, _ in self.links for name in link.sources}
         with ShardWriter(self.directory, shard) as writer:
             for link, stored in self.links:
                 mine = {n for n in link.sources if self.written_names.get(n, "") in shard.tensors}
                 if mine:
                     self._write_link(link, stored, writer, mine, advance)
             for name in self.kept.tensors:
-                if self.written_names[name] in shard.tensors:
+                if self.written_names[name] in shard.tensors and name not in made:
                     assert isinstance(self.kept, SafetensorsDir)
                     for lo, rows in self.kept.iter_rows(name):
                         writer.write_rows(self.written_names[name], lo, rows)
@@ -73,6 +74,10 @@ class ExportWork:
                     continue
                 part = rows[piece.target_lo - lo :][: piece.rows]
                 info = writer.info(self.written_names[name])
+                if link.offset and isinstance(self.kept, SafetensorsDir):
+                    original = torch.empty(part.shape, dtype=self.kept.tensors[name].dtype)
+                    self.kept.read_rows_into(name, piece.source_lo, original)
+                    part = restore_original(part, original, link.offset)
                 part = part if part.dtype == info.dtype else part.to(info.dtype)
                 if self.check_finite:
                     _check_finite(part, stored.key, name)

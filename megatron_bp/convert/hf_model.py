@@ -30,7 +30,8 @@ from megatron_bp.convert.safetensors_io import SafetensorsDir
 class HfModel:
     """A Hugging Face directory whose every tensor is accounted for.
 
-    `passed` are the tensors that Megatron's model does not own.
+    `passed` are the tensors to keep beside the checkpoint: those that Megatron's model does not own
+    and the originals of those that get an offset.
     """
 
     family: Family
@@ -70,7 +71,8 @@ def open_hf_model(directory: Path) -> HfModel:
         dtypes = {found[name].dtype for name in link.sources}
         if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
             raise ValueError(f"{', '.join(link.sources)} have dtypes {dtypes}; must be one float")
-    return HfModel(family, shape, links, source, passed)
+    originals = {name: found[name] for link in links if link.offset for name in link.sources}
+    return HfModel(family, shape, links, source, passed | originals)
 
 
 def _check_tied_head(source: SafetensorsDir, embedding: str, head: str) -> None:

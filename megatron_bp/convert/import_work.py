@@ -43,6 +43,8 @@ def plan_chunks(
         stacked = layout is Layout.HOMOGENEOUS and link.layer >= 0
         stored = source.tensors[link.sources[0]].dtype
         kept = stored if link.pinned else choose_dtype(stored, dtype)
+        if link.offset:  # w - 1 of a bf16 w needs more bits than bf16 has
+            kept = torch.promote_types(kept, torch.float32)
         lead = (num_layers,) if stacked else ()
         info = TensorInfo((*lead, *link.shape), kept)
         for lo, rows in row_ranges(link, kept.itemsize, CHUNK_BYTES):

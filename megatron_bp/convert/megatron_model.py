@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,9 @@ from megatron_bp.convert.plan import (
 from megatron_bp.convert.torch_dist_io import TorchDistReader
 
 LATEST = -1
-_MASTER = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.fp32_param\.")
+# Written by the plain optimizer ("fp32_param") and by the distributed one in its fully reshardable
+# format ("param").
+_MASTER = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?:fp32_param|param)\.")
 _NOT_MODEL = re.compile(
     r"^(chained_\d+\.)?optimizer\.|^rng_state(\.|/|$)|^rerun_state_machine_state(\.|/|$)"
     r"|^common_state/|^opt_param_scheduler(\.|/|$)|\._extra_state(/|$)"
@@ -118,7 +120,7 @@ def find_iteration(root: Path, iteration: int) -> Path:
 
 
 def open_megatron_model(
-    directory: Path, config: Mapping[str, Any], names: Container[str] = ()
+    directory: Path, config: Mapping[str, Any], names: Collection[str] = ()
 ) -> MegatronModel:
     """Returns the model after checking that its tensors are exactly those `config` describes.
 
@@ -147,7 +149,11 @@ def open_megatron_model(
         {key: info for key, info in found.items() if key not in left_out},
         PADDED_KEYS,
     )
-    masters = {_MASTER.sub("", key): key for key in reader.tensors if _MASTER.match(key)}
+    masters = {
+        _MASTER.sub("", key): key
+        for key, info in reader.tensors.items()
+        if _MASTER.match(key) and info.dtype == torch.float32
+    }
     ignored = len(reader.tensors) - len(found) + len(reader.objects)
     return MegatronModel(family, shape, links, layout, reader, masters, ignored)
 

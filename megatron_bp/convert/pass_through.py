@@ -1,6 +1,7 @@
 """The tensors of a repository that Megatron's model does not own, and the names of all the others.
 
-An import keeps them in a folder of the assets, an export puts them back. Specified by
+An import keeps them in a folder of the assets, an export puts them back. Tensors that get an offset
+are kept too, because adding and taking away rounds: w - 1 + 1 is not w for small w. Specified by
 tests/convert/test_pass_through.py.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import torch
 
 from megatron_bp.convert.hf_assets import PASS_THROUGH_NAME
 from megatron_bp.convert.link import TensorInfo
@@ -47,3 +50,13 @@ def repository_names(assets: Path) -> tuple[str, ...]:
     if list(assets.glob("*.safetensors")):
         return tuple(SafetensorsDir(assets).tensors)
     return ()
+
+
+def restore_original(values: torch.Tensor, original: torch.Tensor, offset: float) -> torch.Tensor:
+    """Returns `values`, but the original's bits where they are what `original` becomes and back.
+
+    So a value that training left alone is restored exactly, and a changed one is rounded once, to
+    the original's dtype.
+    """
+    image = ((original.double() + offset).to(values.dtype).double() - offset).to(values.dtype)
+    return torch.where(image == values, original, values.to(original.dtype))

@@ -5,7 +5,7 @@ Knows no tensor files. Specified by tests/convert/test_families.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -125,12 +125,14 @@ def uniform_states(family: Family, shape: ModelShape, layer: int) -> ExtraStates
     return tuple((module, 1) for module in modules)
 
 
-def settle_tie(shape: ModelShape, names: Container[str]) -> ModelShape:
+def settle_tie(shape: ModelShape, names: Collection[str]) -> ModelShape:
     """Returns `shape`, tied exactly when there is no head tensor if its config left that open."""
-    return replace(shape, tied=shape.head_name not in names) if shape.tie_disputed else shape
+    if not (shape.tie_disputed and names):
+        return shape
+    return replace(shape, tied=shape.head_name not in names)
 
 
-def keep_shape(shape: ModelShape, names: Container[str]) -> ModelShape:
+def keep_shape(shape: ModelShape, names: Collection[str]) -> ModelShape:
     """Returns `shape`: the config alone says how the tensors are named."""
     return shape
 
@@ -148,7 +150,8 @@ class Family:
     differ. `pass_through` are prefixes of Hugging Face names that Megatron's model does not own
     (vision, MTP); those tensors are kept beside the checkpoint and restored by an export.
     `stackable` says whether all layers have the same tensors, as the homogeneous layout needs.
-    `adapt` settles from the names found what a config does not say (fused or separate experts).
+    `adapt` settles from the names found what a config does not say (fused or separate experts);
+    no names at all leave the family's default.
     """
 
     name: str
@@ -164,4 +167,4 @@ class Family:
     pass_through: tuple[str, ...] = ()
     stackable: bool = True
     architectures: tuple[str, ...] = ()
-    adapt: Callable[[ModelShape, Container[str]], ModelShape] = keep_shape
+    adapt: Callable[[ModelShape, Collection[str]], ModelShape] = keep_shape

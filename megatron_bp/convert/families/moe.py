@@ -9,7 +9,7 @@ tests/convert/test_megatron_load.py. Specified by tests/convert/test_families.py
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,12 +36,14 @@ class MoeShape(ModelShape):
         }
 
 
-def adapt_experts(shape: ModelShape, names: Container[str]) -> ModelShape:
+def adapt_experts(shape: ModelShape, names: Collection[str]) -> ModelShape:
     """Returns `shape` with `fused_experts` as the tensor names say.
 
     The config does not tell: repositories of one model_type have both layouts.
     """
     assert isinstance(shape, MoeShape), f"{shape.family} has no experts"
+    if not names:
+        return shape
     fused = f"{shape.layer_prefix}0.mlp.experts.gate_up_proj" in names
     return replace(shape, fused_experts=fused)
 
@@ -121,9 +123,10 @@ def moe_states(shape: MoeShape) -> ExtraStates:
     return states
 
 
-def read_moe_shape(base: ModelShape, config: Mapping[str, Any]) -> MoeShape:
+def read_moe_shape(base: ModelShape, config: Mapping[str, Any], *, fused: bool) -> MoeShape:
     """Returns `base` with the experts that a Qwen MoE config describes.
 
+    `fused` says how the family's released files have them; `adapt_experts` corrects it.
     Raises: ValueError listing missing sizes and layouts without a counterpart.
     """
     problems = []
@@ -169,6 +172,6 @@ def read_moe_shape(base: ModelShape, config: Mapping[str, Any]) -> MoeShape:
         "num_experts": sizes["num_experts"],
         "expert_ffn_size": sizes["moe_intermediate_size"],
         "shared_ffn_size": shared,
-        "fused_experts": False,
+        "fused_experts": fused,
     }
     return MoeShape(**fields)

@@ -16,7 +16,7 @@ Specified by tests/convert/test_families.py.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,7 +128,8 @@ def read_qwen3_5_shape(config: Mapping[str, Any]) -> HybridShape | HybridMoeShap
     )
     if not moe:
         return HybridShape(**vars(base), gdn=gdn)
-    return HybridMoeShape(**vars(read_moe_shape(base, {"norm_topk_prob": True, **text})), gdn=gdn)
+    moe_shape = read_moe_shape(base, {"norm_topk_prob": True, **text}, fused=True)
+    return HybridMoeShape(**vars(moe_shape), gdn=gdn)
 
 
 def _read_gdn(text: Mapping[str, Any], num_layers: int) -> GdnSizes:
@@ -252,7 +253,7 @@ def _states(family: Family, shape: ModelShape, layer: int) -> ExtraStates:
     return (*mixer, ("mlp.linear_fc1", 1), ("mlp.linear_fc2", 1))
 
 
-def _adapt_moe(shape: ModelShape, names: Container[str]) -> ModelShape:
+def _adapt_moe(shape: ModelShape, names: Collection[str]) -> ModelShape:
     return adapt_experts(settle_tie(shape, names), names)
 
 

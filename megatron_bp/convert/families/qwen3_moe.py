@@ -38,7 +38,7 @@ def read_qwen3_moe_shape(config: Mapping[str, Any]) -> MoeShape:
         qk_norm=True,
         refuse_bias=("attention_bias",),
     )
-    return read_moe_shape(dense, {"norm_topk_prob": False, **config})
+    return read_moe_shape(dense, {"norm_topk_prob": False, **config}, fused=False)
 
 
 def _entries(family: Family, shape: ModelShape, layer: int) -> tuple[Entry, ...]:
