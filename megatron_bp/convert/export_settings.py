@@ -39,12 +39,15 @@ def find_settings(
     """Returns the settings: those wished, else of the checkpoint's args, else of the assets.
 
     `config` is the assets' config.json, `manifest` that of the conversion the assets are from.
-    Autoregressive when nothing speaks of blocks. Raises: ValueError when the sources disagree, or
+    Autoregressive when nothing speaks of blocks, or when a model was converted unchanged and never
+    trained. Raises: ValueError when the sources disagree, or
     leave open what a block-diffusion model needs.
     """
     trained: dict[str, Any] = {}
     if args.get("bdlm_objective", "none") != "none":
         trained = {**args, "objective": args["bdlm_objective"]}
+    if wish == ExportWish() and not trained and manifest.get("objective") == "none":
+        return AUTOREGRESSIVE  # converted unchanged: a BDLM's own config.json says it all
     said = {**manifest, **{name: config[name] for name in _UNSET if name in config}}
     problems: list[str] = []
     values: dict[str, Any] = {}
