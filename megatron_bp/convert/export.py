@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 
 from megatron_bp import __version__
 from megatron_bp.convert.bdlm_settings import (
+    AUTOREGRESSIVE,
     BdlmSettings,
-    exported_settings,
     hash_files,
     read_manifest,
     settings_fields,
@@ -42,10 +42,12 @@ from megatron_bp.convert.megatron_model import (
     find_iteration,
     open_megatron_model,
 )
-from megatron_bp.convert.pass_through import open_kept, repository_names
-from megatron_bp.convert.plan import choose_dtype
+from megatron_bp.convert.pass_through import NoTensors, open_kept, repository_names
+from megatron_bp.convert.plan import EMBEDDING_KEY, choose_dtype, source_of
 from megatron_bp.convert.progress import Progress
-from megatron_bp.convert.safetensors_io import plan_shards, write_index
+from megatron_bp.convert.safetensors_io import SafetensorsDir, plan_shards, write_index
+from megatron_bp.convert.serve_as import AS_IT_IS, find_profile
+from megatron_bp.convert.serve_as.base import Export, Profile
 from megatron_bp.convert.staging import fingerprint, partial_path, staged
 
 WEIGHTS = ("auto", "model", "master")
@@ -74,71 +76,122 @@ class ExportRequest:
     weights: str = "auto"
     workers: int = 1
     check_finite: bool = False
+    serve_as: str = AS_IT_IS
 
 
 def mcore_to_hf(request: ExportRequest, progress: Progress) -> dict[str, Any]:
     """Writes a complete Hugging Face directory; returns its manifest."""
+    plan = _plan_export(request)
+    work, export = plan.work, plan.export
+    need = sum(shard.num_bytes for shard in work.shards)
+    same = fingerprint({"version": __version__, "assets": request.assets.absolute(), **plan.facts})
+    with staged(request.target, overwrite=request.overwrite, need_bytes=need, same=same) as partial:
+        run_journaled(work, request.workers, progress, partial, "writing safetensors")
+        write_index(partial, work.shards)
+        left = copy_assets(request.assets, partial)
+        dtype = next(iter(work.shards[0].tensors.values())).dtype
+        config = with_config_keys(export.config, dtype_changes(export.config, dtype))
+        _edit_assets(partial, plan.profile, replace(export, config=config))
+        directory = work.reader.directory
+        hashes = hash_files([directory / ".metadata", directory / "metadata.json"])
+        return write_manifest(
+            partial,
+            {
+                **plan.fields,
+                "family": export.family,
+                **settings_fields(export.settings),
+                "serve_as": plan.profile.name,
+                "exported_from": directory.name,
+                "source_sha256": hashes,
+                "not_copied": left,
+            },
+        )
+
+
+@dataclass(frozen=True)
+class _ExportPlan:
+    """`facts` are what, beside code and assets, decides the bytes; `fields` go to the manifest."""
+
+    export: Export
+    profile: Profile
+    work: ExportWork
+    facts: Mapping[str, Any]
+    fields: Mapping[str, Any]
+
+
+def _plan_export(request: ExportRequest) -> _ExportPlan:
+    """Returns everything decided and checked, with nothing written."""
     directory = find_iteration(request.source, request.iteration)
     config = read_config(request.assets)
     model = open_megatron_model(directory, config, repository_names(request.assets))
     state = model.reader.common_state()
     manifest = read_manifest(request.assets.parent)
-    wish = ExportWish(
-        request.objective, request.block_size, request.clean_rule, request.mask_token_id
-    )
     args = vars(state.get("args", argparse.Namespace()))
-    settings = find_settings(wish, args, config, manifest)
-    _check_mask(settings, model.shape.vocab_size)
-    kept = open_kept(request.assets)
-    if len(kept.tensors) != manifest.get("passed_through", len(kept.tensors)):
-        raise ValueError(
-            f"{request.assets} lacks tensors that the conversion kept in {PASS_THROUGH_NAME}/ "
-            f"({len(kept.tensors)} of {manifest['passed_through']}); give the whole folder"
-        )
+    settings = _find_settings(request, model, args, config, manifest)
+    shape = model.shape
+    export = Export(model.family.name, config, settings, shape.vocab_size, shape.tied)
+    profile = find_profile(request.serve_as, export)
+    kept = _open_whole_kept(request.assets, manifest)
     master = _use_masters(model, request)
     links = tuple((link, model.stored(link, master=master)) for link in model.links)
-    outputs = _output_tensors(links, request.dtype) | kept.tensors
-    shards = plan_shards(outputs, request.max_shard_bytes)
+    stored = _output_tensors(links, request.dtype)
+    stored |= {n: x for n, x in kept.tensors.items() if profile.keeps_others or n in stored}
+    names: dict[str, tuple[str, ...]] = {name: (profile.rename(name),) for name in stored}
+    embedding = source_of(model.links, EMBEDDING_KEY)
+    if profile.untied_head and shape.tied and embedding:
+        names[embedding] += (profile.untied_head,)
+    outputs = {new: info for name, info in stored.items() for new in names[name]}
     work = ExportWork(
         reader=model.reader,
         links=links,
         kept=kept,
-        shards=shards,
-        written_names={name: name for name in outputs},
+        shards=plan_shards(outputs, request.max_shard_bytes),
+        written_names=names,
         directory=partial_path(request.target),
         check_finite=request.check_finite,
     )
-    same = fingerprint(
-        {
-            "version": __version__,
-            "source": directory.absolute(),
-            "stored": model.reader.stamp(),
-            "shards": [(shard.name, dict(shard.tensors)) for shard in shards],
-            "master": master,
-            "kept": request.assets.absolute(),
-        }
+    facts = {
+        "source": directory.absolute(),
+        "stored": model.reader.stamp(),
+        "shards": [(shard.name, dict(shard.tensors)) for shard in work.shards],
+        "master": master,
+        "names": names,
+    }
+    fields = {
+        **_inherited(manifest),
+        "weights": "master" if master else "model",
+        "exported_iteration": int(state.get("iteration", 0)),
+        "ignored_entries": model.ignored,
+    }
+    return _ExportPlan(export, profile, work, facts, fields)
+
+
+def _find_settings(
+    request: ExportRequest,
+    model: MegatronModel,
+    args: Mapping[str, Any],
+    config: Mapping[str, Any],
+    manifest: Mapping[str, Any],
+) -> BdlmSettings:
+    if model.is_drafter:
+        return AUTOREGRESSIVE  # block size and mask id stay in its dflash_config
+    wish = ExportWish(
+        request.objective, request.block_size, request.clean_rule, request.mask_token_id
     )
-    need = sum(shard.num_bytes for shard in shards)
-    with staged(request.target, overwrite=request.overwrite, need_bytes=need, same=same) as partial:
-        run_journaled(work, request.workers, progress, partial, "writing safetensors")
-        write_index(partial, shards)
-        left = copy_assets(request.assets, partial)
-        dtype = next(iter(outputs.values())).dtype
-        _edit_assets(partial, settings, dtype)
-        return write_manifest(
-            partial,
-            {
-                **_inherited(manifest),
-                "family": model.family.name,
-                **settings_fields(settings),
-                "weights": "master" if master else "model",
-                "exported_iteration": int(state.get("iteration", 0)),
-                "exported_from": directory.name,
-                "source_sha256": hash_files([directory / ".metadata", directory / "metadata.json"]),
-                "ignored_entries": model.ignored,
-                "not_copied": left,
-            },
+    settings = find_settings(wish, args, config, manifest)
+    _check_mask(settings, model.shape.vocab_size)
+    return settings
+
+
+def _open_whole_kept(assets: Path, manifest: Mapping[str, Any]) -> SafetensorsDir | NoTensors:
+    kept = open_kept(assets)
+    expected = manifest.get("passed_through", len(kept.tensors))
+    if len(kept.tensors) != expected:
+        raise ValueError(
+            f"{assets} lacks tensors that the conversion kept in {PASS_THROUGH_NAME}/ "
+            f"({len(kept.tensors)} of {expected}); give the whole folder"
         )
+    return kept
 
 
 def _check_mask(settings: BdlmSettings, vocab_size: int) -> None:
@@ -194,16 +247,15 @@ def _output_tensors(links: Iterable[tuple[Link, Stored]], dtype: str) -> dict[st
     return outputs
 
 
-def _edit_assets(directory: Path, settings: BdlmSettings, dtype: torch.dtype) -> None:
-    config = read_config(directory)
-    changes: dict[str, Any] = dict(dtype_changes(config, dtype))
-    if settings.objective != "none":
-        keys = {"mask_token_id": settings.mask_token_id, **exported_settings(settings)}
-        changes |= keys
-        generation = directory / "generation_config.json"
-        if generation.is_file():
-            patch_json(generation, {name: keys[name] for name in ("mask_token_id", "block_size")})
-    write_json(directory / "config.json", with_config_keys(config, changes))
+def _edit_assets(directory: Path, profile: Profile, export: Export) -> None:
+    write_json(directory / "config.json", profile.rewrite(export))
+    for name, text in profile.files.items():
+        (directory / name).write_text(text)
+    settings = export.settings
+    generation = directory / "generation_config.json"
+    if settings.objective != "none" and generation.is_file():
+        keys = {"mask_token_id": settings.mask_token_id, "block_size": settings.block_size}
+        patch_json(generation, keys)
 
 
 def default_assets(source: Path) -> Path:

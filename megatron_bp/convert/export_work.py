@@ -21,13 +21,13 @@ from megatron_bp.convert.torch_dist_io import TorchDistReader
 
 @dataclass(frozen=True)
 class ExportWork:
-    """One job a shard. `names` maps a repository's tensor name to the one to write."""
+    """One job a shard. `written_names` maps a repository's tensor name to those to write."""
 
     reader: TorchDistReader
     links: tuple[tuple[Link, Stored], ...]
     kept: SafetensorsDir | NoTensors
     shards: tuple[Shard, ...]
-    written_names: Mapping[str, str]
+    written_names: Mapping[str, tuple[str, ...]]
     directory: Path
     check_finite: bool
 
@@ -49,40 +49,41 @@ class ExportWork:
         made = {name for link, _ in self.links for name in link.sources}
         with ShardWriter(self.directory, shard) as writer:
             for link, stored in self.links:
-                mine = {n for n in link.sources if self.written_names.get(n, "") in shard.tensors}
-                if mine:
+                mine = {name: self._mine(name, shard) for name in link.sources}
+                if any(mine.values()):
                     self._write_link(link, stored, writer, mine, advance)
             for name in self.kept.tensors:
-                if self.written_names[name] in shard.tensors and name not in made:
+                for written in () if name in made else self._mine(name, shard):
                     assert isinstance(self.kept, SafetensorsDir)
                     for lo, rows in self.kept.iter_rows(name):
-                        writer.write_rows(self.written_names[name], lo, rows)
+                        writer.write_rows(written, lo, rows)
                         advance(rows.nbytes)
+
+    def _mine(self, name: str, shard: Shard) -> tuple[str, ...]:
+        return tuple(x for x in self.written_names.get(name, ()) if x in shard.tensors)
 
     def _write_link(
         self,
         link: Link,
         stored: Stored,
         writer: ShardWriter,
-        mine: set[str],
+        mine: Mapping[str, tuple[str, ...]],
         advance: Callable[[int], None],
     ) -> None:
         for lo, rows in iter_link_rows(self.reader, link, stored):
             for piece in clip(link.pieces, lo, lo + rows.shape[0]):
                 name = link.sources[piece.source]
-                if name not in mine:
-                    continue
                 part = rows[piece.target_lo - lo :][: piece.rows]
-                info = writer.info(self.written_names[name])
-                if link.offset and isinstance(self.kept, SafetensorsDir):
+                if link.offset and mine[name] and isinstance(self.kept, SafetensorsDir):
                     original = torch.empty(part.shape, dtype=self.kept.tensors[name].dtype)
                     self.kept.read_rows_into(name, piece.source_lo, original)
                     part = restore_original(part, original, link.offset)
-                part = part if part.dtype == info.dtype else part.to(info.dtype)
-                if self.check_finite:
-                    _check_finite(part, stored.key, name)
-                writer.write_rows(self.written_names[name], piece.source_lo, part)
-                advance(part.nbytes)
+                for written in mine[name]:
+                    cast = part.to(writer.info(written).dtype)
+                    if self.check_finite:
+                        _check_finite(cast, stored.key, name)
+                    writer.write_rows(written, piece.source_lo, cast)
+                    advance(cast.nbytes)
 
 
 def _check_finite(part: torch.Tensor, key: str, name: str) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from megatron_bp.convert.families import read_model
 from megatron_bp.convert.families.base import Family, ModelShape
-from megatron_bp.convert.link import Link, TensorInfo
+from megatron_bp.convert.link import TOP, Link, TensorInfo
 from megatron_bp.convert.megatron_args import RELEASE_NAME, TRACKER_NAME
 from megatron_bp.convert.plan import (
     EMBEDDING_KEY,
@@ -30,6 +30,7 @@ from megatron_bp.convert.plan import (
     link_key,
     make_links,
     megatron_shapes,
+    source_of,
 )
 from megatron_bp.convert.torch_dist_io import TorchDistReader
 
@@ -73,6 +74,11 @@ class MegatronModel:
     reader: TorchDistReader
     masters: Mapping[str, str]
     ignored: int
+
+    @property
+    def is_drafter(self) -> bool:
+        """Whether the model has no table of its own and lives beside another model's keys."""
+        return not source_of(self.links, EMBEDDING_KEY)
 
     def stored(self, link: Link, *, master: bool = False) -> Stored:
         """Returns where the link's rows are; with `master`, in the optimizer if it has a copy."""
@@ -128,8 +134,8 @@ def open_megatron_model(
     Raises: ValueError naming what is missing, left over or of another shape.
     """
     family, shape = read_model(config)
-    shape = family.adapt(shape, names)
     reader = TorchDistReader(directory)
+    shape = family.adapt(shape, names or _known_names(shape, reader))
     found = {key: info for key, info in reader.tensors.items() if is_model_key(key)}
     strange = sorted(key for key in reader.objects if is_model_key(key))
     if strange:
@@ -137,6 +143,9 @@ def open_megatron_model(
             f"{directory} has {len(strange)} unknown objects: {', '.join(strange[:4])}"
         )
     every = make_links(family, shape)
+    if not source_of(every, EMBEDDING_KEY):
+        roots = tuple({link.name.split(".")[0] + "." for link in every if link.layer == TOP})
+        found = {key: info for key, info in found.items() if key.startswith(roots)}
     layout = _find_layout(every, found)
     if shape.tied and OUTPUT_KEY in found and EMBEDDING_KEY in found:
         _check_tied_output(reader, shape.vocab_size)
@@ -156,6 +165,11 @@ def open_megatron_model(
     }
     ignored = len(reader.tensors) - len(found) + len(reader.objects)
     return MegatronModel(family, shape, links, layout, reader, masters, ignored)
+
+
+def _known_names(shape: ModelShape, reader: TorchDistReader) -> tuple[str, ...]:
+    # A checkpoint tells at least whether the head has a tensor of its own.
+    return (shape.head_name,) if OUTPUT_KEY in reader.tensors else ()
 
 
 def _find_layout(links: Sequence[Link], found: Mapping[str, TensorInfo]) -> Layout:
