@@ -29,7 +29,7 @@ DENSE = {
     "vocab_size": 101,
     "max_position_embeddings": 64,
 }
-MOE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 GDN = {
     "num_hidden_layers": 4,
     "head_dim": 16,
@@ -48,7 +48,7 @@ GEMMA = {
     "sliding_window": 16,
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
 }
-GEMMA_MOE = {"num_experts": 3, "top_k_experts": 2, "moe_intermediate_size": 20}
+GEMMA_MOE = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 20}
 NO_PER_LAYER_INPUT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 YARN = {
     "rope_type": "yarn",
@@ -272,7 +272,10 @@ def _fuse_experts(tensors: Tensors) -> Tensors:
 
         def stack(name: str, layer: str = layer) -> torch.Tensor:
             return torch.stack(
-                [tensors[f"{layer}experts.{number}.{name}_proj.weight"] for number in range(3)]
+                [
+                    tensors[f"{layer}experts.{number}.{name}_proj.weight"]
+                    for number in range(MOE["num_experts"])
+                ]
             )
 
         out[f"{layer}experts.gate_up_proj"] = torch.cat([stack("gate"), stack("up")], 1)
@@ -316,6 +319,7 @@ def _drafter(second: bool) -> tuple[dict, Tensors]:
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000000,
         "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
         "layer_types": ["sliding_attention", "full_attention"],
         "use_sliding_window": True,
         "sliding_window": 32,
