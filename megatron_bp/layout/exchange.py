@@ -1,9 +1,9 @@
 """Says which clean key rows travel, and where in the key buffer each row lands.
 
-Two exchanges. The dense one gathers two slabs (every shard's early chunk, then every shard's late
-chunk); the early slab lands in natural order without a copy. The windowed one sends only rows that
-some query of the receiver sees. Corrupted rows never appear here, except in the conventional
-context-parallel baseline. Specified by tests/layout/test_exchange.py and tests/comm/.
+Two exchanges. The dense one gathers two slabs (every shard's early chunks, then every shard's late
+chunks); equal blocks put the early slab in natural order without a copy. The windowed one sends
+only rows that some query of the receiver sees. Corrupted rows never appear here, except in the
+conventional context-parallel baseline. Specified by tests/layout/test_exchange.py and tests/comm/.
 """
 
 from dataclasses import dataclass
@@ -98,7 +98,7 @@ def dense_exchange(chunks: ChunkMap, shard: int) -> SlabExchange:
     """The two-slab exchange of `shard`; its local rows are [early slab ; late slab]."""
     early, late = chunks.slab_lengths
     slab_start = (0, chunks.num_ranks * early)
-    in_order = all(
+    in_order = chunks.num_pieces == 1 and all(
         lo == hi or lo == slab_start[s] + i * (early, late)[s]
         for s in (0, 1)
         for i, chunk in enumerate(sorted(int(c) for c in chunks.chunks_of[:, s]))
@@ -106,15 +106,13 @@ def dense_exchange(chunks: ChunkMap, shard: int) -> SlabExchange:
     )
     length = int(chunks.bounds[-1])
     num_rows = chunks.num_ranks * (early + late) if in_order else length
-    slabs, own = [], []
+    slabs = []
     for s, (rows, local_row) in enumerate(((early, 0), (late, early))):
-        copies = []
-        for rank in range(chunks.num_ranks):
-            lo, hi = chunks.spans_of(rank)[s]
-            if lo < hi:
-                copies.append(Copy(rank * rows, lo, hi - lo))
-            if lo < hi and rank == shard:
-                own.append(Copy(local_row, lo, hi - lo))
+        copies = [
+            Copy(rank * rows + row - local_row, lo, hi - lo)
+            for rank in range(chunks.num_ranks)
+            for row, lo, hi in _pieces(chunks, rank, s)
+        ]
         straight = in_order and all(copy.target == slab_start[s] + copy.source for copy in copies)
         slabs.append(
             Slab(
@@ -124,9 +122,17 @@ def dense_exchange(chunks: ChunkMap, shard: int) -> SlabExchange:
                 () if straight else tuple(copies),
             )
         )
+    own = tuple(Copy(row, lo, hi - lo) for s in (0, 1) for row, lo, hi in _pieces(chunks, shard, s))
     position = np.arange(num_rows)
     position[length:] = -1
-    return SlabExchange(chunks.num_ranks, shard, (slabs[0], slabs[1]), tuple(own), position)
+    return SlabExchange(chunks.num_ranks, shard, (slabs[0], slabs[1]), own, position)
+
+
+def _pieces(chunks: ChunkMap, rank: int, slab: int) -> list[tuple[int, int, int]]:
+    """(local row, lo, hi) of the non-empty chunks of one slab of `rank`."""
+    k = chunks.num_pieces
+    placed = chunks.placed_spans(rank)[slab * k : slab * k + k]
+    return [(row, lo, hi) for row, lo, hi in placed if lo < hi]
 
 
 def window_exchange(
@@ -138,9 +144,8 @@ def window_exchange(
     """
     length = int(chunks.bounds[-1])
     owner, local_row = np.empty(length, dtype=np.int64), np.empty(length, dtype=np.int64)
-    early, _ = chunks.slab_lengths
     for rank in range(chunks.num_ranks):
-        for (lo, hi), first in zip(chunks.spans_of(rank), (0, early), strict=True):
+        for first, lo, hi in chunks.placed_spans(rank):
             owner[lo:hi], local_row[lo:hi] = rank, first + np.arange(hi - lo)
     here = needed[shard] | (owner == shard)
     position = np.flatnonzero(here)
@@ -151,7 +156,7 @@ def window_exchange(
     receive = {rank: np.flatnonzero(needed[shard] & (owner == rank)) for rank in others}
     own = tuple(
         Copy(first, int(buffer_row[lo]), hi - lo)
-        for (lo, hi), first in zip(chunks.spans_of(shard), (0, early), strict=True)
+        for first, lo, hi in chunks.placed_spans(shard)
         if lo < hi
     )
 

@@ -141,7 +141,13 @@ def make_plan(request: PlanRequest, rank: int) -> RankPlan:
     if not 0 <= rank < request.num_ranks:
         raise ValueError(f"rank={rank} must be in [0, {request.num_ranks}).")
     blocks = request.blocks
-    owners = make_owners(blocks, request.num_ranks, request.num_clean_shards, request.ownership)
+    owners = make_owners(
+        blocks,
+        request.num_ranks,
+        request.num_clean_shards,
+        request.ownership,
+        request.num_views,
+    )
     rows = make_rows(blocks, owners, rank, request.num_views, request.row_multiple)
     shard = rank % request.num_clean_shards
     by_window = _by_window(request)

@@ -6,7 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_bp.layout.cost import imbalance, pairs
-from megatron_bp.layout.owners import Ownership, make_chunks, make_owners, make_rows
+from megatron_bp.layout.owners import (
+    Ownership,
+    has_equal_blocks,
+    make_chunks,
+    make_owners,
+    make_rows,
+)
 from megatron_bp.layout.plan import PlanRequest
 from megatron_bp.layout.visibility import CleanRule
 from tests.layout.test_decomposition import requests
@@ -42,13 +48,16 @@ def test_chunks_cover_all_positions_once(request: PlanRequest, ownership: Owners
             for position in range(lo, hi)
         ]
         assert sorted(covered) == list(range(request.length))
-        assert sorted(chunks.chunks_of.ravel()) == list(range(2 * chunks.num_ranks))
+        k = chunks.num_pieces
+        assert sorted(chunks.chunks_of.ravel()) == list(range(2 * k * chunks.num_ranks))
         for slab in (0, 1):
+            mine = slice(slab * k, slab * k + k)
             lengths = [
-                hi - lo for r in range(chunks.num_ranks) for lo, hi in [chunks.spans_of(r)[slab]]
+                sum(hi - lo for lo, hi in chunks.spans_of(rank)[mine])
+                for rank in range(chunks.num_ranks)
             ]
             assert chunks.slab_lengths[slab] == max(lengths)
-            assert (chunks.slab_of_chunk[chunks.chunks_of[:, slab]] == slab).all()
+            assert (chunks.slab_of_chunk[chunks.chunks_of[:, mine]] == slab).all()
 
 
 @settings(max_examples=150, deadline=None)
@@ -166,20 +175,19 @@ def test_corrupted_and_clean_rows_of_a_rank_cover_the_same_positions(request: Pl
 
 @settings(max_examples=150, deadline=None)
 @given(requests())
-def test_packed_documents_leave_ranks_within_two_blocks_of_equal_tokens(
+def test_unequal_blocks_are_cut_near_equal_tokens_and_dealt_one_of_each_group(
     request: PlanRequest,
 ) -> None:
-    """Each cut is at most half a block from its ideal place, so a rank's two chunks are by two."""
+    """Each cut is at most half a block from its ideal place, so a chunk is off by one block."""
     blocks, num_ranks = request.blocks, request.num_ranks
-    full = blocks.stop - blocks.start == blocks.block_size
-    if full[:-1].all():
+    if has_equal_blocks(blocks) or num_ranks == 1:
         return  # one run of equal blocks is padded instead
-    chunks = make_chunks(blocks, num_ranks, Ownership.DUAL_END)
-    ideal = np.linspace(0, request.length, 2 * num_ranks + 1)
+    chunks = make_owners(blocks, num_ranks, num_ranks, Ownership.DUAL_END).corrupted
+    ideal = np.linspace(0, request.length, len(chunks.bounds))
     assert (np.abs(chunks.bounds - ideal) <= request.block_size / 2 + 1e-9).all()
-    for rank in range(num_ranks):
-        tokens = sum(hi - lo for lo, hi in chunks.spans_of(rank))
-        assert abs(tokens - request.length / num_ranks) <= 2 * request.block_size
+    np.testing.assert_array_equal(
+        chunks.chunks_of // num_ranks, np.tile(np.arange(2 * chunks.num_pieces), (num_ranks, 1))
+    )
 
 
 def test_equal_blocks_are_padded_so_that_all_chunks_but_the_last_are_equal() -> None:
