@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-OBJECTIVES = ("none", "standard", "fast_dllm_v2")
+OBJECTIVES = ("none", "standard", "bd3lm", "fast_dllm_v2", "sdar", "llada2", "nemotron_labs")
+CANVASES = ("preset", "all_masked", "seed_and_mask", "uniform")
 CLEAN_RULES = ("preset", "token_causal", "block_causal")
 STRATEGIES = ("native", "interval")
 WIRE_DTYPES = ("fp32", "model")
 
 PRESET = "preset"  # take the objective's own clean rule
-NOT_GIVEN = -1  # for ids and seeds, which are never negative
+NOT_GIVEN = -1  # for ids, seeds and weights, which are never negative
 
 
 def _knob(default: Any, help: str, choices: tuple[str, ...] = ()) -> Any:
@@ -58,6 +59,23 @@ class BlockParallelConfig:
         "Which clean tokens a clean token sees. Default preset: what the objective's authors use.",
         CLEAN_RULES,
     )
+    bdlm_canvas: str = _knob(
+        PRESET,
+        "What a corrupted token is shown as: all_masked, the mask token; seed_and_mask, the same "
+        "but a block's first token stays clean; uniform, a random token. Default preset: what the "
+        "objective's authors use.",
+        CANVASES,
+    )
+    bdlm_noise_range: str = _knob(
+        PRESET,
+        "Lowest and highest noise level t as two numbers, for example 0.3,0.8 (probability that a "
+        "token is corrupted). Default preset: 0.001,1.0, all levels.",
+    )
+    bdlm_ar_loss_weight: float = _knob(
+        -1.0,
+        "Weight of the mean next-token loss on the clean stream, which needs a token-causal clean "
+        "rule (1.0 in nemotron_labs, 0 in the other presets). Default -1: the preset's.",
+    )
     bp_attention_strategy: str = _knob(
         "native",
         "native: unmasked and causal launches of a vendor kernel, merged by log-sum-exp; interval: "
@@ -92,7 +110,7 @@ class BlockParallelConfig:
         True,
         "In the last layer, skip attention, projection and MLP of clean rows, whose output no loss "
         "reads (their keys and values stay). Default on: it changes no result. Without effect with "
-        "--num-experts, whose auxiliary loss reads them.",
+        "--num-experts or a next-token loss, which read them.",
     )
 
     def __post_init__(self) -> None:
@@ -104,6 +122,15 @@ class BlockParallelConfig:
     def is_diffusion(self) -> bool:
         """Whether a block-diffusion objective is trained (else Megatron runs as it is)."""
         return self.bdlm_objective != "none"
+
+    def objective_choices(self) -> dict[str, Any]:
+        """Returns the choices that replace the preset's, by their names in `Objective`."""
+        choices: dict[str, Any] = {"clean_rule": self.clean_rule, "canvas": self.bdlm_canvas}
+        if self.bdlm_noise_range != PRESET:
+            choices["t_min"], choices["t_max"] = _numbers(self.bdlm_noise_range)
+        if self.bdlm_ar_loss_weight != NOT_GIVEN:
+            choices["ar_loss_weight"] = self.bdlm_ar_loss_weight
+        return choices
 
     def problems(self) -> list[str]:
         """Returns one sentence for each problem of the values themselves."""
@@ -121,6 +148,11 @@ class BlockParallelConfig:
                 found.append(
                     f"{flag(name)} {value} must be at least 1; use {type(self).default(name)}"
                 )
+        if self.bdlm_noise_range != PRESET and len(_numbers(self.bdlm_noise_range)) != 2:
+            found.append(
+                f"--bdlm-noise-range {self.bdlm_noise_range} must be two numbers, lowest and "
+                "highest level; use for example --bdlm-noise-range 0.3,0.8"
+            )
         if self.is_diffusion and self.mask_token_id < 0:
             found.append(
                 f"--bdlm-objective {self.bdlm_objective} needs --mask-token-id, the id of the "
@@ -140,6 +172,14 @@ class BlockParallelConfig:
     def default(cls, name: str) -> Any:
         """Returns the default of one knob."""
         return next(knob.default for knob in fields(cls) if knob.name == name)
+
+
+def _numbers(text: str) -> list[float]:
+    """The numbers of a comma-separated list; none if one of them is no number."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        return []
 
 
 def flag(name: str) -> str:

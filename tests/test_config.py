@@ -15,6 +15,9 @@ FROZEN = {
     "--bdlm-objective": "none",
     "--mask-token-id": -1,
     "--clean-rule": "preset",
+    "--bdlm-canvas": "preset",
+    "--bdlm-noise-range": "preset",
+    "--bdlm-ar-loss-weight": -1.0,
     "--bp-attention-strategy": "native",
     "--bp-attention-kernel": "auto",
     "--bp-grad-wire-dtype": "fp32",
@@ -53,6 +56,9 @@ def test_the_default_is_stock_megatron() -> None:
             "--bdlm-objective dflash is unknown; use one of none, standard",
         ),
         ({"clean_rule": "causal"}, "use one of preset, token_causal, block_causal"),
+        ({"bdlm_canvas": "black"}, "use one of preset, all_masked, seed_and_mask, uniform"),
+        ({"bdlm_noise_range": "0.3"}, "--bdlm-noise-range 0.3 must be two numbers, lowest and"),
+        ({"bdlm_noise_range": "low,high"}, "use for example --bdlm-noise-range 0.3,0.8"),
         ({"bdlm_objective": "standard"}, "--bdlm-objective standard needs --mask-token-id"),
         (
             {"block_parallel_size": 2},
@@ -75,3 +81,16 @@ def test_all_problems_are_reported_in_one_error() -> None:
 
 def test_problems_are_listed_one_a_line() -> None:
     assert list_problems(["a", "b"]) == "2 problems with the arguments:\n  - a\n  - b"
+
+
+def test_only_choices_that_are_given_replace_the_preset() -> None:
+    config = BlockParallelConfig()
+    assert config.objective_choices() == {"clean_rule": "preset", "canvas": "preset"}
+    given = BlockParallelConfig(bdlm_noise_range="0.3, 0.8", bdlm_ar_loss_weight=0.0)
+    assert given.objective_choices() == {
+        "clean_rule": "preset",
+        "canvas": "preset",
+        "t_min": 0.3,
+        "t_max": 0.8,
+        "ar_loss_weight": 0.0,
+    }

@@ -19,7 +19,15 @@ MEGATRON_CORE_VERSION = "0.19.2"
 """The megatron-core release whose checkpoint format is written (golden keys: tests/golden)."""
 
 # A row's logit predicts its own position, or the next one.
-ALIGNMENT_OF_OBJECTIVE = {"standard": "same_position", "fast_dllm_v2": "shifted", "none": "next"}
+ALIGNMENT_OF_OBJECTIVE = {
+    "standard": "same_position",
+    "bd3lm": "same_position",
+    "fast_dllm_v2": "shifted",
+    "sdar": "same_position",
+    "llada2": "same_position",
+    "nemotron_labs": "same_position",
+    "none": "next",
+}
 CLEAN_RULES = ("preset", "token_causal", "block_causal")
 
 
@@ -55,7 +63,14 @@ AUTOREGRESSIVE = BdlmSettings("none", 0, "preset", "", -1)
 
 # The names that exported config.json files use, and the clean rule of an objective's preset.
 _LOGIT_ALIGNMENT = {"same_position": "same", "shifted": "shifted", "next": "shifted"}
-_PRESET_RULE = {"standard": "token_causal", "fast_dllm_v2": "block_causal"}
+_PRESET_RULE = {
+    "standard": "token_causal",
+    "bd3lm": "block_causal",
+    "fast_dllm_v2": "block_causal",
+    "sdar": "block_causal",
+    "llada2": "block_causal",
+    "nemotron_labs": "token_causal",
+}
 
 
 def exported_settings(bdlm: BdlmSettings) -> dict[str, Any]:

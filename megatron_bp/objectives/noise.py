@@ -17,7 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_bp.layout.blocks import BlockTable
-from megatron_bp.objectives.objective import Normalizer, Objective, TSampling, Weight
+from megatron_bp.objectives.objective import (
+    NUM_BUCKETS,
+    Canvas,
+    Normalizer,
+    Objective,
+    TSampling,
+    Weight,
+)
 
 
 class Stream(IntEnum):
@@ -26,24 +33,30 @@ class Stream(IntEnum):
     TOKEN = 0  # draw p: is the token at position p masked
     LEVEL = 1  # independent: draw p for the block that starts at p; antithetic: draw 0 alone
     STRATUM = 2  # antithetic: draws [0, num_blocks), whose order permutes the strata
+    REPLACEMENT = 3  # uniform canvas: draw p is the token shown at position p, if corrupted
 
 
 @dataclass(frozen=True)
 class Corruption:
     """The corrupted views of one sample with what each of their rows is to learn.
 
-    A row is a target if its weight is positive; elsewhere its label is 0. The sample's loss is
-    sum(weights * cross_entropy) / max(normalizer, 1). `counted` marks each row that adds one to the
-    normalizer, so ranks that split the rows split the normalizer too. `t` is the noise level.
+    A row is a target if its weight is positive; elsewhere its label is 0. The views' part of the
+    sample's loss is sum(weights * cross_entropy) / max(normalizer, 1). `counted` marks each row
+    that adds one to the normalizer, so ranks that split the rows split the normalizer too. `t` is
+    the noise level; `bucket` says in which quarter of the levels a target's token is.
+    `next_labels` has the token that each clean row is to predict, -1 where none; the clean
+    stream's part is the mean cross-entropy over them.
 
-    Shapes: `tokens`, `labels` int64, `weights` float64, `counted` bool, all [num_views, length];
-    `t` float64 [length].
+    Shapes: `tokens`, `labels`, `bucket` int64, `weights` float64, `counted` bool, all
+    [num_views, length]; `t` float64, `next_labels` int64 [length].
     """
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
     weights: NDArray[np.float64]
     counted: NDArray[np.bool_]
+    bucket: NDArray[np.int64]
+    next_labels: NDArray[np.int64]
     normalizer: int
     t: NDArray[np.float64]
 
@@ -57,12 +70,15 @@ def corrupt(
     mask_token_id: int,
     seed: int,
     sample_index: int,
+    vocab_size: int = 0,
 ) -> Corruption:
     """The corruption of one sample, the same wherever and whenever it is computed.
 
-    View 0 masks a supervised token with the probability t of its block; view 1, if there is one,
-    masks the other supervised tokens. Unsupervised tokens are never masked and never targets. With
-    a label shift the first token of a document is never a target: the row before it is in another.
+    View 0 corrupts a supervised token with the probability t of its block; view 1, if there is one,
+    corrupts the other supervised tokens. Unsupervised tokens are never corrupted and never targets,
+    nor is a block's first token on a seed_and_mask canvas. With a label shift the first token of a
+    document is never a target: the row before it is in another. `vocab_size` bounds the random
+    tokens of a uniform canvas, which alone reads it.
 
     Shapes: `tokens` (any integer type) and `supervised` [length].
     Raises: ValueError or TypeError if an argument does not fit, or if a supervised token is the
@@ -70,33 +86,36 @@ def corrupt(
     """
     tokens, supervised = _checked(tokens, supervised, blocks)
     _check_scalars(mask_token_id, seed, sample_index)
-    if objective.exclude_mask_logit and (supervised & (tokens == mask_token_id)).any():
-        position = int(np.flatnonzero(supervised & (tokens == mask_token_id))[0])
-        raise ValueError(
-            f"the token at position {position} is mask_token_id={mask_token_id} and supervised, "
-            f"but objective {objective.name!r} never predicts the mask token; mark the token as "
-            "not supervised, or use a mask token that does not occur in the data."
-        )
-    t = noise_levels(blocks, objective, seed=seed, sample_index=sample_index)[blocks.of_position]
-    drawn = uniform(Stream.TOKEN, blocks.length, seed=seed, sample_index=sample_index) < t
-    views = np.stack([drawn, ~drawn][: objective.num_views])
-    masked = views & supervised
+    _check_mask_token(tokens, supervised, objective, mask_token_id)
+    key = {"seed": seed, "sample_index": sample_index}
+    t = noise_levels(blocks, objective, **key)[blocks.of_position]
+    drawn = uniform(Stream.TOKEN, blocks.length, **key) < t
+    eligible = supervised.copy()
+    if objective.canvas is Canvas.SEED_AND_MASK:
+        eligible[blocks.start] = False
+    corrupted = np.stack([drawn, ~drawn][: objective.num_views]) & eligible
+    shown: Any = mask_token_id
+    if objective.canvas is Canvas.UNIFORM:
+        shown = _random_tokens(blocks.length, vocab_size, **key)
 
+    # Everything is decided for tokens first, then moved to the rows that predict them.
     shift = objective.label_shift
-    learnable = _to_predicting_row(supervised & ~_starts_document(blocks, shift), shift)
-    target = _to_predicting_row(masked, shift) & learnable
-    level = _to_predicting_row(t, shift)
-    weight = 1.0 / np.where(target, level, 1.0) if objective.weight is Weight.INVERSE_T else 1.0
-    if objective.normalizer is Normalizer.TARGETS:
-        counted = target
-    else:
-        counted = np.zeros_like(target)
-        counted[0] = learnable
+    learnable = eligible & ~_starts_document(blocks, shift > 0)
+    is_uniform = objective.canvas is Canvas.UNIFORM
+    target = learnable & (np.ones_like(corrupted) if is_uniform else corrupted)
+    weight = np.where(target, _weights(target, t, blocks, objective.weight), 0.0)
+    counted = _counted(target, learnable, blocks, objective.normalizer)
+    next_labels = np.full(blocks.length, -1)
+    if objective.learns_clean:
+        has_next = _to_predicting_row(supervised & ~_starts_document(blocks, True), 1)
+        next_labels = np.where(has_next, _to_predicting_row(tokens, 1), -1)
     return Corruption(
-        tokens=np.where(masked, mask_token_id, tokens),
-        labels=np.where(target, _to_predicting_row(tokens, shift), 0),
-        weights=np.where(target, weight, 0.0),
-        counted=counted,
+        tokens=np.where(corrupted, shown, tokens),
+        labels=_to_predicting_row(np.where(target, tokens, 0), shift),
+        weights=_to_predicting_row(weight, shift),
+        counted=_to_predicting_row(counted, shift),
+        bucket=_to_predicting_row(np.where(target, _buckets(t, objective), 0), shift),
+        next_labels=next_labels,
         normalizer=int(counted.sum()),
         t=t,
     )
@@ -133,10 +152,63 @@ def _raw(stream: Stream, num: int, *, seed: int, sample_index: int) -> NDArray[n
     return np.random.Philox(counter=counter, key=key).random_raw(num)
 
 
-def _starts_document(blocks: BlockTable, shift: int) -> NDArray[np.bool_]:
-    """Which tokens no row of their own document predicts, bool [length]."""
+def _weights(
+    target: NDArray[np.bool_], t: NDArray[np.float64], blocks: BlockTable, weight: Weight
+) -> NDArray[np.float64] | float:
+    """Weight of each token as a target, [num_views, length] or what broadcasts to it."""
+    if weight is Weight.INVERSE_T:
+        return 1.0 / t
+    if weight is Weight.NONE:
+        return 1.0
+    block = blocks.of_position
+    sizes = np.stack([np.bincount(block[view], minlength=blocks.num_blocks) for view in target])
+    shares: NDArray[np.float64] = 1.0 / np.maximum(sizes, 1)[:, block]
+    return shares
+
+
+def _counted(
+    target: NDArray[np.bool_],
+    learnable: NDArray[np.bool_],
+    blocks: BlockTable,
+    normalizer: Normalizer,
+) -> NDArray[np.bool_]:
+    """Which tokens add one to the normalizer, bool [num_views, length]."""
+    if normalizer is Normalizer.TARGETS:
+        return target
+    counted = np.zeros_like(target)
+    if normalizer is Normalizer.SUPERVISED:
+        counted[0] = learnable
+        return counted
+    for view, targets in enumerate(target):  # the first target of each block stands for the block
+        positions = np.flatnonzero(targets)
+        first = np.unique(blocks.of_position[positions], return_index=True)[1]
+        counted[view, positions[first]] = True
+    return counted
+
+
+def _buckets(t: NDArray[np.float64], objective: Objective) -> NDArray[np.int64]:
+    """Which quarter of [t_min, t_max] each level is in."""
+    width = objective.t_max - objective.t_min
+    unit = (t - objective.t_min) / width if width else np.zeros_like(t)
+    return np.clip((unit * NUM_BUCKETS).astype(np.int64), 0, NUM_BUCKETS - 1)
+
+
+def _random_tokens(
+    length: int, vocab_size: int, *, seed: int, sample_index: int
+) -> NDArray[np.int64]:
+    if vocab_size < 1:
+        raise ValueError(
+            f"vocab_size={vocab_size} must be at least 1 for canvas=uniform, which shows random "
+            "tokens; give the number of token ids."
+        )
+    unit = uniform(Stream.REPLACEMENT, length, seed=seed, sample_index=sample_index)
+    return (unit * vocab_size).astype(np.int64)
+
+
+def _starts_document(blocks: BlockTable, matters: bool) -> NDArray[np.bool_]:
+    """Which tokens no row of their own document predicts, bool [length]; none without a shift."""
     starts = np.zeros(blocks.length, dtype=np.bool_)
-    starts[blocks.document_start] = shift > 0
+    starts[blocks.document_start] = matters
     return starts
 
 
@@ -165,6 +237,22 @@ def _checked(
             f"the shape {shape} of the block table: one sample at a time."
         )
     return tokens.astype(np.int64), supervised
+
+
+def _check_mask_token(
+    tokens: NDArray[np.int64],
+    supervised: NDArray[np.bool_],
+    objective: Objective,
+    mask_token_id: int,
+) -> None:
+    wrong = supervised & (tokens == mask_token_id)
+    if objective.exclude_mask_logit and wrong.any():
+        raise ValueError(
+            f"the token at position {int(np.flatnonzero(wrong)[0])} is mask_token_id="
+            f"{mask_token_id} and supervised, but objective {objective.name!r} never predicts the "
+            "mask token; mark the token as not supervised, or use a mask token that does not occur "
+            "in the data."
+        )
 
 
 def _check_scalars(mask_token_id: int, seed: int, sample_index: int) -> None:

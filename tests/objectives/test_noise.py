@@ -10,16 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_bp.layout.blocks import BlockTable, make_blocks
-from megatron_bp.objectives import (
-    Corruption,
+from megatron_bp.objectives.noise import Corruption, Stream, corrupt, noise_levels, uniform
+from megatron_bp.objectives.objective import (
+    PRESETS,
+    Alignment,
+    Canvas,
     Normalizer,
     Objective,
     TSampling,
+    Views,
     Weight,
-    corrupt,
     make_objective,
 )
-from megatron_bp.objectives.noise import Stream, noise_levels, uniform
 
 MASK = 1000  # never a token of the samples below
 PROPERTY = settings(deadline=None, derandomize=True)
@@ -27,14 +29,21 @@ PROPERTY = settings(deadline=None, derandomize=True)
 
 @st.composite
 def objectives(draw: Any) -> Objective:
-    views = draw(st.sampled_from((1, 2)))
+    views = draw(st.sampled_from(list(Views)))
+    canvas = draw(st.sampled_from([x for x in Canvas if views is Views.SINGLE or x != "uniform"]))
+    plain = views is Views.SINGLE and canvas is not Canvas.UNIFORM
+    weight = draw(st.sampled_from([x for x in Weight if plain or x is not Weight.INVERSE_T]))
+    sums = [Normalizer.SUPERVISED, Normalizer.TARGETS]
+    is_mean = weight is Weight.BLOCK_MEAN
     return replace(
         make_objective("standard"),
-        label_shift=draw(st.sampled_from((0, 1))),
-        num_views=views,
-        weight=draw(st.sampled_from(list(Weight))) if views == 1 else Weight.NONE,
-        normalizer=draw(st.sampled_from(list(Normalizer))),
+        alignment=draw(st.sampled_from(list(Alignment))),
+        views=views,
+        canvas=canvas,
+        weight=weight,
+        normalizer=Normalizer.BLOCKS if is_mean else draw(st.sampled_from(sums)),
         t_sampling=draw(st.sampled_from(list(TSampling))),
+        ar_loss_weight=draw(st.sampled_from((0.0, 0.5))),
     )
 
 
@@ -53,6 +62,7 @@ def samples(draw: Any) -> dict[str, Any]:
         "mask_token_id": MASK,
         "seed": draw(st.integers(0, 2**64 - 1)),
         "sample_index": draw(st.integers(0, 2**64 - 1)),
+        "vocab_size": MASK,
     }
 
 
@@ -64,51 +74,84 @@ def make_sample(length: int, block_size: int, **changes: Any) -> dict[str, Any]:
         "mask_token_id": MASK,
         "seed": 1234,
         "sample_index": 7,
+        "vocab_size": MASK,
     }
     return sample | changes
 
 
 def by_hand(sample: dict[str, Any], objective: Objective) -> Corruption:
     """The definition, row by row."""
-    tokens, supervised, blocks = sample["tokens"], sample["supervised"], sample["blocks"]
+    tokens, blocks = sample["tokens"], sample["blocks"]
     key = {"seed": sample["seed"], "sample_index": sample["sample_index"]}
     length, views, shift = blocks.length, objective.num_views, objective.label_shift
     draws = uniform(Stream.TOKEN, length, **key)
+    shown = np.floor(uniform(Stream.REPLACEMENT, length, **key) * MASK).astype(int)
     levels = noise_levels(blocks, objective, **key)
     block_of = [
         next(b for b in range(blocks.num_blocks) if blocks.start[b] <= p < blocks.stop[b])
         for p in range(length)
     ]
-    is_masked = [
-        [
-            bool(supervised[p]) and (draws[p] < levels[block_of[p]]) == (v == 0)
-            for p in range(length)
-        ]
+    may_change = [
+        bool(sample["supervised"][p])
+        and not (objective.canvas == "seed_and_mask" and p in blocks.start)
+        for p in range(length)
+    ]
+    changed = [
+        [may_change[p] and (draws[p] < levels[block_of[p]]) == (v == 0) for p in range(length)]
         for v in range(views)
     ]
     labels, weights = np.zeros((views, length), dtype=np.int64), np.zeros((views, length))
-    counted = np.zeros((views, length), dtype=bool)
+    counted, bucket = np.zeros((views, length), dtype=bool), np.zeros((views, length), np.int64)
+    next_labels = np.full(length, -1)
+
+    def goal_of(row: int, ahead: int) -> int:
+        goal = row + ahead
+        inside = goal < length and (
+            blocks.document[block_of[goal]] == blocks.document[block_of[row]]
+        )
+        return goal if inside else -1
+
     for v in range(views):
-        for row in range(length):
-            goal = row + shift
-            same_document = goal < length and (
-                blocks.document[block_of[goal]] == blocks.document[block_of[row]]
-            )
-            if not (same_document and supervised[goal]):
+        goals = {row: goal_of(row, shift) for row in range(length)}
+        is_target = {
+            row: goal >= 0
+            and may_change[goal]
+            and (changed[v][goal] or objective.canvas == "uniform")
+            for row, goal in goals.items()
+        }
+        block_targets = [block_of[goals[row]] for row in range(length) if is_target[row]]
+        for row, goal in goals.items():
+            if objective.normalizer is Normalizer.SUPERVISED and v == 0:
+                counted[v, row] = goal >= 0 and may_change[goal]
+            if not is_target[row]:
                 continue
-            if objective.normalizer is Normalizer.SUPERVISED:
-                counted[v, row] = v == 0
-            if is_masked[v][goal]:
-                counted[v, row] |= objective.normalizer is Normalizer.TARGETS
-                labels[v, row] = tokens[goal]
-                weights[v, row] = (
-                    1 / levels[block_of[goal]] if objective.weight is Weight.INVERSE_T else 1
+            block = block_of[goal]
+            if objective.normalizer is Normalizer.TARGETS:
+                counted[v, row] = True
+            if objective.normalizer is Normalizer.BLOCKS:
+                counted[v, row] = all(
+                    block_of[goals[other]] != block for other in range(row) if is_target[other]
                 )
+            labels[v, row] = tokens[goal]
+            weights[v, row] = {
+                Weight.INVERSE_T: 1 / levels[block],
+                Weight.NONE: 1,
+                Weight.BLOCK_MEAN: 1 / block_targets.count(block),
+            }[objective.weight]
+            inner = [bounds[0] for bounds in objective.bucket_bounds[1:]]
+            bucket[v, row] = sum(levels[block] >= bound for bound in inner)
+    for row in range(length):
+        goal = goal_of(row, 1)
+        if objective.ar_loss_weight and goal >= 0 and sample["supervised"][goal]:
+            next_labels[row] = tokens[goal]
+    replaced = shown if objective.canvas == "uniform" else MASK
     return Corruption(
-        tokens=np.array([np.where(is_masked[v], MASK, tokens) for v in range(views)]),
+        tokens=np.array([np.where(changed[v], replaced, tokens) for v in range(views)]),
         labels=labels,
         weights=weights,
         counted=counted,
+        bucket=bucket,
+        next_labels=next_labels,
         normalizer=int(counted.sum()),
         t=levels[block_of],
     )
@@ -128,7 +171,7 @@ def philox_word(index: int, stream: int, seed: int, sample_index: int) -> int:
 
 @PROPERTY
 @given(
-    st.sampled_from([(Stream.TOKEN, 0), (Stream.LEVEL, 1), (Stream.STRATUM, 2)]),
+    st.sampled_from(list(zip(Stream, range(4), strict=True))),
     st.integers(0, 2**64 - 1),
     st.integers(0, 2**64 - 1),
 )
@@ -148,10 +191,20 @@ def test_a_corruption_is_what_its_definition_says_row_by_row(
     with np.errstate(all="raise"):
         got = corrupt(**sample, objective=objective)
     want = by_hand(sample, objective)
-    for name in ("tokens", "labels", "weights", "counted", "t"):
+    for name in ("tokens", "labels", "weights", "counted", "bucket", "next_labels", "t"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
         assert getattr(got, name).dtype == getattr(want, name).dtype
     assert got.normalizer == want.normalizer
+
+
+@PROPERTY
+@given(samples(), objectives())
+def test_weights_of_a_block_mean_sum_to_the_blocks(
+    sample: dict[str, Any], objective: Objective
+) -> None:
+    objective = replace(objective, weight=Weight.BLOCK_MEAN, normalizer=Normalizer.BLOCKS)
+    got = corrupt(**sample, objective=objective)
+    assert got.weights.sum() == pytest.approx(got.normalizer, abs=1e-12)
 
 
 @PROPERTY
@@ -171,15 +224,18 @@ def test_two_views_make_each_token_a_target_once_but_for_the_first_of_a_document
 
 @PROPERTY
 @given(samples(), objectives())
-def test_only_supervised_tokens_are_masked_and_two_views_share_them_out(
+def test_only_supervised_tokens_change_and_two_views_share_them_out(
     sample: dict[str, Any], objective: Objective
 ) -> None:
     got = corrupt(**sample, objective=objective)
-    masked = got.tokens == MASK
-    assert not (masked & ~sample["supervised"]).any()
-    assert (np.where(masked, sample["tokens"], got.tokens) == sample["tokens"]).all()
-    if objective.num_views == 2:
-        assert (masked.sum(0) == sample["supervised"]).all()
+    changed = got.tokens != sample["tokens"]
+    assert not (changed & ~sample["supervised"]).any()
+    if objective.canvas is not Canvas.UNIFORM:
+        assert (got.tokens[changed] == MASK).all()
+    if objective.canvas is Canvas.SEED_AND_MASK:
+        assert not changed[:, sample["blocks"].start].any()
+    if objective.views is Views.COMPLEMENTARY and objective.canvas is Canvas.ALL_MASKED:
+        assert (changed.sum(0) == sample["supervised"]).all()
 
 
 @PROPERTY
@@ -190,7 +246,7 @@ def test_ranks_that_split_the_rows_split_the_normalizer(
     got = corrupt(**sample, objective=objective)
     shares = [int(got.counted[:, rank::num_ranks].sum()) for rank in range(num_ranks)]
     assert sum(shares) == got.normalizer
-    assert (got.weights[~got.counted] == 0).all() or objective.normalizer is Normalizer.SUPERVISED
+    assert (got.weights[~got.counted] == 0).all() or objective.normalizer != "targets"
 
 
 @PROPERTY
@@ -328,11 +384,49 @@ def test_an_example_with_two_documents_reads_as_expected() -> None:
     assert got.counted.tolist() == [supervised.tolist()]
 
 
-@pytest.mark.parametrize("name", ["standard", "fast_dllm_v2"])
+def test_a_uniform_canvas_replaces_with_every_token_of_the_vocabulary() -> None:
+    objective = make_objective("llada2", canvas="uniform", t_min=1.0)
+    size = 20_000
+    got = corrupt(**make_sample(size, 8, vocab_size=10), objective=objective)
+    counts = np.bincount(got.tokens[0], minlength=10)
+    assert len(counts) == 10
+    assert (abs(counts / size - 0.1) <= 5 * np.sqrt(0.09 / size)).all()  # five sigma
+    assert got.normalizer == size
+    assert (got.weights == 1).all()
+
+
+def test_seeds_are_never_masked_and_never_targets() -> None:
+    objective = make_objective("fast_dllm_v2", canvas="seed_and_mask", t_min=1.0)
+    got = corrupt(**make_sample(10, 4), objective=objective)
+    assert np.flatnonzero(got.tokens[0] == MASK).tolist() == [1, 2, 3, 5, 6, 7, 9]
+    assert np.flatnonzero(got.weights[0]).tolist() == [0, 1, 2, 4, 5, 6, 8]
+    assert got.labels[0].tolist() == [1, 2, 3, 0, 5, 6, 7, 0, 9, 0]
+
+
+def test_next_tokens_are_predicted_inside_a_document_only() -> None:
+    tokens = np.array([10, 11, 12, 20, 21, 22])
+    supervised = np.array([True, True, True, True, False, True])
+    sample = make_sample(6, 2, tokens=tokens, supervised=supervised)
+    sample["blocks"] = make_blocks(6, 2, ((0, 3), (3, 6)))
+    got = corrupt(**sample, objective=make_objective("nemotron_labs"))
+    assert got.next_labels.tolist() == [11, 12, -1, -1, 22, -1]
+    got = corrupt(**sample, objective=make_objective("standard"))
+    assert got.next_labels.tolist() == [-1] * 6
+
+
+def test_a_uniform_canvas_without_a_vocabulary_is_refused() -> None:
+    with pytest.raises(ValueError, match="vocab_size=0 must be at least 1 for canvas=uniform"):
+        corrupt(
+            **make_sample(8, 4, vocab_size=0), objective=make_objective("llada2", canvas="uniform")
+        )
+
+
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_sample_with_nothing_to_learn_counts_nothing(name: str) -> None:
     sample = make_sample(12, 4, supervised=np.zeros(12, dtype=bool))
     got = corrupt(**sample, objective=make_objective(name))
     assert got.normalizer == 0
+    assert (got.next_labels == -1).all()
     assert not got.counted.any()
     assert (got.weights == 0).all()
     assert (got.tokens == sample["tokens"]).all()

@@ -5,65 +5,130 @@ from itertools import product
 
 import pytest
 
+from megatron_bp.config import CANVASES, CLEAN_RULES, OBJECTIVES
+from megatron_bp.convert.bdlm_settings import (
+    ALIGNMENT_OF_OBJECTIVE,
+    BdlmSettings,
+    exported_settings,
+)
 from megatron_bp.layout.visibility import CleanRule, CorruptedRule
-from megatron_bp.objectives import Normalizer, TSampling, Weight, make_objective
+from megatron_bp.objectives.objective import (
+    PRESETS,
+    Alignment,
+    Canvas,
+    Normalizer,
+    Objective,
+    Scope,
+    TSampling,
+    Views,
+    Weight,
+    make_objective,
+)
 
 
 def test_every_combination_either_is_consistent_or_is_refused() -> None:
-    for views, weight, normalizer in product((1, 2), Weight, Normalizer):
-        change = {"num_views": views, "weight": weight, "normalizer": normalizer}
-        if views == 2 and weight is Weight.INVERSE_T:
-            with pytest.raises(ValueError, match=r"use weight=none, or num_views=1\."):
+    refused = 0
+    for views, weight, normalizer, canvas in product(Views, Weight, Normalizer, Canvas):
+        change = {"views": views, "weight": weight, "normalizer": normalizer, "canvas": canvas}
+        wrong = (
+            (views == "complementary" and weight == "inverse_t")
+            or (canvas == "uniform" and (weight == "inverse_t" or views == "complementary"))
+            or ((weight == "block_mean") != (normalizer == "blocks"))
+        )
+        refused += wrong
+        if wrong:
+            with pytest.raises(ValueError, match=r"objective 'standard': .* use "):
                 replace(make_objective("standard"), **change)
         else:
             changed = replace(make_objective("standard"), **change)
-            assert (changed.num_views, changed.weight, changed.normalizer) == (
-                views,
-                weight,
-                normalizer,
-            )
+            assert {name: getattr(changed, name) for name in change} == change
+    assert refused == 35
 
 
-def test_standard_predicts_the_own_token_once_with_inverse_t_weights() -> None:
-    objective = make_objective("standard")
-    assert (objective.label_shift, objective.num_views) == (0, 1)
-    assert objective.clean_rule is CleanRule.TOKEN_CAUSAL
-    assert objective.corrupted_rule is CorruptedRule.BIDIRECTIONAL
-    assert objective.weight is Weight.INVERSE_T
-    assert objective.normalizer is Normalizer.SUPERVISED
-    assert objective.t_sampling is TSampling.ANTITHETIC
-    assert objective.exclude_mask_logit is True
-    assert (objective.t_min, objective.t_max) == (1e-3, 1.0)
+def test_a_next_token_loss_needs_a_clean_stream_that_does_not_look_ahead() -> None:
+    with pytest.raises(ValueError, match=r"ar_loss_weight=0\.5 needs clean_rule=token_causal"):
+        make_objective("sdar", ar_loss_weight=0.5)
+    make_objective("sdar", ar_loss_weight=0.5, clean_rule="token_causal")
 
 
-def test_fast_dllm_v2_predicts_the_next_token_over_two_views() -> None:
-    objective = make_objective("fast_dllm_v2")
-    assert (objective.label_shift, objective.num_views) == (1, 2)
-    assert objective.clean_rule is CleanRule.BLOCK_CAUSAL
-    assert objective.corrupted_rule is CorruptedRule.BIDIRECTIONAL
-    assert objective.weight is Weight.NONE
-    assert objective.normalizer is Normalizer.TARGETS
-    assert objective.t_sampling is TSampling.INDEPENDENT
-    assert objective.exclude_mask_logit is False
-    assert (objective.t_min, objective.t_max) == (1e-3, 1.0)
+def test_one_denominator_must_count_next_tokens() -> None:
+    make_objective("nemotron_labs", scope="global")
+    with pytest.raises(ValueError, match="scope=global has one denominator for both losses"):
+        make_objective("nemotron_labs", scope="global", normalizer="targets")
+
+
+# name: clean rule, alignment, views, weight, normalizer, mask logit excluded, levels, AR, diffusion
+PUBLISHED = {
+    "standard": "token_causal same_position single inverse_t supervised True antithetic 0.0 1.0",
+    "bd3lm": "block_causal same_position single inverse_t supervised True antithetic 0.0 1.0",
+    "fast_dllm_v2": "block_causal shifted complementary none targets False independent 0.0 1.0",
+    "sdar": "block_causal same_position single inverse_t supervised False independent 0.0 1.0",
+    "llada2": "block_causal same_position single none targets False independent 0.0 1.0",
+    "nemotron_labs": "token_causal same_position single inverse_t supervised False independent "
+    "1.0 0.3",
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_makes_the_published_choices(name: str) -> None:
+    preset = make_objective(name)
+    choices = (
+        preset.clean_rule,
+        preset.alignment,
+        preset.views,
+        preset.weight,
+        preset.normalizer,
+        preset.exclude_mask_logit,
+        preset.t_sampling,
+        preset.ar_loss_weight,
+        preset.diffusion_loss_weight,
+    )
+    assert " ".join(map(str, choices)) == PUBLISHED[name]
+    assert preset.corrupted_rule is CorruptedRule.BIDIRECTIONAL
+    assert preset.canvas is Canvas.ALL_MASKED
+    assert preset.scope is Scope.EXAMPLE
+    assert (preset.t_min, preset.t_max) == (1e-3, 1.0)
+
+
+def test_numbers_follow_from_the_names() -> None:
+    two, one = make_objective("fast_dllm_v2"), make_objective("standard")
+    assert (two.label_shift, two.num_views, one.label_shift, one.num_views) == (1, 2, 0, 1)
+    assert make_objective("nemotron_labs").learns_clean
+    assert not one.learns_clean
+    narrow = make_objective("standard", t_min=0.2, t_max=0.6)
+    lows, highs = zip(*narrow.bucket_bounds, strict=True)
+    assert lows == pytest.approx((0.2, 0.3, 0.4, 0.5))
+    assert highs == pytest.approx((0.3, 0.4, 0.5, 0.6))
 
 
 def test_a_choice_that_is_given_replaces_that_of_the_preset_and_no_other() -> None:
     preset = make_objective("standard")
-    assert make_objective("standard", clean_rule="preset") == preset
-    assert make_objective("standard", clean_rule="block_causal") == replace(
-        preset, clean_rule=CleanRule.BLOCK_CAUSAL
-    )
-    assert make_objective("standard", corrupted_rule="causal") == replace(
-        preset, corrupted_rule=CorruptedRule.CAUSAL
-    )
-    assert make_objective("standard", weight="none") == replace(preset, weight=Weight.NONE)
-    assert make_objective("standard", normalizer="targets") == replace(
-        preset, normalizer=Normalizer.TARGETS
-    )
-    assert make_objective("standard", t_sampling="independent") == replace(
-        preset, t_sampling=TSampling.INDEPENDENT
-    )
+    assert make_objective("standard", clean_rule="preset", t_min="preset") == preset
+    changes = {
+        "clean_rule": CleanRule.BLOCK_CAUSAL,
+        "corrupted_rule": CorruptedRule.CAUSAL,
+        "alignment": Alignment.SHIFTED,
+        "canvas": Canvas.SEED_AND_MASK,
+        "weight": Weight.NONE,
+        "normalizer": Normalizer.TARGETS,
+        "scope": Scope.GLOBAL,
+        "t_sampling": TSampling.INDEPENDENT,
+        "t_min": 0.25,
+        "ar_loss_weight": 0.5,
+    }
+    for name, value in changes.items():
+        given = value if isinstance(value, float) else str(value)
+        assert make_objective("standard", **{name: given}) == replace(preset, **{name: value})
+
+
+def test_flags_and_converters_know_every_preset() -> None:
+    assert ("none", *PRESETS) == OBJECTIVES
+    assert ("preset", *Canvas) == CANVASES
+    assert ("preset", *CleanRule) == CLEAN_RULES
+    for name, preset in PRESETS.items():
+        assert ALIGNMENT_OF_OBJECTIVE[name] == preset.alignment
+        exported = exported_settings(BdlmSettings(name, 32, "preset", "", 5))
+        assert exported["clean_rule"] == preset.clean_rule
 
 
 def test_objectives_are_hashable_values() -> None:
@@ -71,8 +136,10 @@ def test_objectives_are_hashable_values() -> None:
 
 
 def test_unknown_names_and_choices_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="'standrad' is unknown; use one of 'standard', 'fast_d"):
+    with pytest.raises(ValueError, match="'standrad' is unknown; use one of 'standard', 'bd3lm'"):
         make_objective("standrad")
+    with pytest.raises(ValueError, match="colour is no choice of an objective; use"):
+        make_objective("standard", colour="red")
     with pytest.raises(ValueError, match=r"CleanRule 'causal' is unknown; use one of \['preset',"):
         make_objective("standard", clean_rule="causal")
 
@@ -80,8 +147,9 @@ def test_unknown_names_and_choices_are_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"label_shift": 2}, r"label_shift=2 must be 0 \(own token\) or 1"),
-        ({"num_views": 3, "weight": Weight.NONE}, "num_views=3 must be 1 or 2"),
+        ({"diffusion_loss_weight": 0.0}, "diffusion_loss_weight=0.0 must be positive"),
+        ({"ar_loss_weight": -1.0}, "ar_loss_weight=-1.0 must be finite and not negative"),
+        ({"ar_loss_weight": float("inf")}, "ar_loss_weight=inf must be finite"),
         ({"t_min": 0.0}, "must satisfy 0 < t_min <= t_max <= 1"),
         ({"t_max": 1.5}, "must satisfy 0 < t_min <= t_max <= 1"),
         ({"t_min": 0.6, "t_max": 0.5}, "must satisfy 0 < t_min <= t_max <= 1"),
@@ -93,5 +161,5 @@ def test_values_out_of_range_are_refused(change: dict[str, object], text: str) -
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    with pytest.raises(ValueError, match=r"label_shift=7 .* num_views=9 .* t_min=-1\.0"):
-        replace(make_objective("standard"), label_shift=7, num_views=9, t_min=-1.0)
+    with pytest.raises(ValueError, match=r"t_min=-1\.0 .* ar_loss_weight=-2\.0 .* is no mean"):
+        Objective("mine", t_min=-1.0, ar_loss_weight=-2.0, normalizer=Normalizer.BLOCKS)
