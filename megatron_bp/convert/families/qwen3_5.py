@@ -5,8 +5,10 @@ Names and layout of the Megatron side: megatron-core 0.19.2, ssm/gated_delta_net
 key and value, so that tensor parallel sizes can change), transformer/attention.py (linear_qkv with
 attention_output_gate) and models/gpt/experimental_attention_variant_module_specs.py (the layer norm
 is fused into in_proj). Megatron runs these layers only with Transformer Engine and
-flash-linear-attention on CUDA, so no CPU test builds them: exact round trips and the golden key
-lists (tests/golden/convert_qwen3_5*_keys.json) are the evidence here.
+flash-linear-attention on CUDA. tests/convert/test_hybrid_megatron.py builds its GatedDeltaNet and
+gated attention classes on the CPU with torch norms in place of the fused ones, loads a checkpoint
+on one and two tensor ranks and compares logits with transformers; the names of the fused norms rest
+on the golden key lists (tests/golden/convert_qwen3_5*_keys.json).
 
 All norms are zero-centred on both sides, except `linear_attn.norm`: Hugging Face stores w and
 Megatron, which builds it as zero-centred too, w - 1. It and A_log keep fp32 in a bf16 model.
