@@ -45,7 +45,7 @@ LAYERS = {
 
 # Optional packages, and the modules that may import them beside the layers above.
 OWNERS = {
-    "triton": r"attention/(kernels/\w+|triton_\w+)\.py",
+    "triton": r"(attention/kernels/\w+|(attention|objectives)/triton_\w+)\.py",
     "transformer_engine": r"attention/kernels/te\w*\.py",
     "flash_attn": r"attention/kernels/flash\w*\.py",
     "cutlass": r"attention/kernels/flash\w*\.py",
