@@ -14,6 +14,8 @@ CANVASES = ("preset", "all_masked", "seed_and_mask", "uniform")
 CLEAN_RULES = ("preset", "token_causal", "block_causal")
 STRATEGIES = ("native", "interval")
 WIRE_DTYPES = ("fp32", "model")
+DATA_KINDS = ("stream", "sft")
+POSITIONS = ("restart", "run_on")
 
 PRESET = "preset"  # take the objective's own clean rule
 NOT_GIVEN = -1  # for ids, seeds and weights, which are never negative
@@ -106,6 +108,24 @@ class BlockParallelConfig:
         NOT_GIVEN,
         "Seed of the corruption noise. Default -1: the value of --seed, so one seed names a run.",
     )
+    bdlm_data: str = _knob(
+        "stream",
+        "What a sample is. stream: --seq-length tokens of Megatron's document stream, which cuts "
+        "documents; sft: whole documents, packed and kept apart, with PREFIX_mask saying which "
+        "tokens are learnt. Default stream: stock Megatron's data.",
+        DATA_KINDS,
+    )
+    document_positions: str = _knob(
+        "restart",
+        "Rotary positions of packed documents: counted from each document's start, or running on "
+        "through the sample. Default restart: what a document sees when it is used alone.",
+        POSITIONS,
+    )
+    bdlm_length_multiple: int = _knob(
+        0,
+        "Compute a packed sample only up to the multiple of this many tokens that holds its "
+        "documents (tokens). Default 0: all --seq-length tokens, the same shape in every step.",
+    )
     bp_prune_last_layer: bool = _knob(
         True,
         "In the last layer, skip attention, projection and MLP of clean rows, whose output no loss "
@@ -152,6 +172,16 @@ class BlockParallelConfig:
             found.append(
                 f"--bdlm-noise-range {self.bdlm_noise_range} must be two numbers, lowest and "
                 "highest level; use for example --bdlm-noise-range 0.3,0.8"
+            )
+        if self.bdlm_length_multiple < 0:
+            found.append(
+                f"--bdlm-length-multiple {self.bdlm_length_multiple} must be 0 (off) or positive; "
+                "use for example 256"
+            )
+        if not self.is_diffusion and self.bdlm_data != "stream":
+            found.append(
+                f"--bdlm-data {self.bdlm_data} needs a block-diffusion objective; use "
+                "--bdlm-objective standard, or drop it"
             )
         if self.is_diffusion and self.mask_token_id < 0:
             found.append(

@@ -23,6 +23,9 @@ FROZEN = {
     "--bp-grad-wire-dtype": "fp32",
     "--bp-loss-chunk-rows": 1024,
     "--bdlm-noise-seed": -1,
+    "--bdlm-data": "stream",
+    "--document-positions": "restart",
+    "--bdlm-length-multiple": 0,
     "--bp-prune-last-layer": True,
 }
 
@@ -55,6 +58,10 @@ def test_the_default_is_stock_megatron() -> None:
             {"bdlm_objective": "dflash"},
             "--bdlm-objective dflash is unknown; use one of none, standard",
         ),
+        ({"bdlm_data": "chat"}, "--bdlm-data chat is unknown; use one of stream, sft"),
+        ({"bdlm_data": "sft"}, "--bdlm-data sft needs a block-diffusion objective"),
+        ({"document_positions": "x"}, "--document-positions x is unknown; use one of restart, run"),
+        ({"bdlm_length_multiple": -1}, "--bdlm-length-multiple -1 must be 0 (off) or positive"),
         ({"clean_rule": "causal"}, "use one of preset, token_causal, block_causal"),
         ({"bdlm_canvas": "black"}, "use one of preset, all_masked, seed_and_mask, uniform"),
         ({"bdlm_noise_range": "0.3"}, "--bdlm-noise-range 0.3 must be two numbers, lowest and"),

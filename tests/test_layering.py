@@ -40,7 +40,8 @@ LAYERS = {
     "attention": _layer("attention comm layout", "numpy torch"),
     "objectives": _layer("objectives layout", "numpy torch"),
     "convert": _layer("convert", "numpy torch safetensors"),
-    "mcore": _layer("attention comm config convert layout mcore objectives", ANY),
+    "data": _layer("data layout", "numpy pyarrow tokenizers transformers"),
+    "mcore": _layer("attention comm config convert data layout mcore objectives", ANY),
 }
 
 # Optional packages, and the modules that may import them beside the layers above.

@@ -54,20 +54,34 @@ class Layout:
         return ignored
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where rows come from: streams of `stream_length` tokens (0: the request's length).
+
+    `restart_positions` counts rotary positions from the start of each document.
+    """
+
+    stream_length: int = 0
+    restart_positions: bool = False
+
+
 def make_layout(
     request: PlanRequest,
     groups: BlockGroups,
     options: AttentionOptions,
     prune: bool,
     device: torch.device,
+    source: Source = Source(),
 ) -> Layout:
     """Returns this rank's layout for a batch shape."""
     plan = make_plan(request, groups.rank)
-    rows = plan.rows
+    rows, stream_length = plan.rows, source.stream_length or request.length
     is_padding = rows.position < 0
     position = np.where(is_padding, 0, rows.position)
-    token_index = np.where(is_padding, 0, rows.stream * request.length + position)
-    target_index = np.where(is_padding, 0, token_index - request.length)[rows.num_clean :]
+    token_index = np.where(is_padding, 0, rows.stream * stream_length + position)
+    target_index = np.where(is_padding, 0, token_index - stream_length)[rows.num_clean :]
+    if source.restart_positions:
+        position = position - np.where(is_padding, 0, plan.blocks.document_start[rows.block])
 
     def on_device(values: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device)

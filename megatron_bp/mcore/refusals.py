@@ -190,21 +190,22 @@ def data_problems(args: argparse.Namespace, config: BlockParallelConfig) -> Prob
     """Returns which data modes cannot be used."""
     problems = []
     if args.sft:
-        problems.append("--sft packs variable-length samples (thd); drop --sft")
+        problems.append(
+            "--sft packs variable-length samples (thd); use --bdlm-data sft instead of --sft"
+        )
     if args.dataloader_inter_document_masking:
         problems.append(
             "--dataloader-inter-document-masking packs documents as thd; use --reset-attention-mask"
         )
     if args.reset_position_ids:
         problems.append(
-            "--reset-position-ids is not supported: rotary positions are relative, so inside a "
-            "document "
-            "it changes nothing; drop it"
+            "--reset-position-ids is not supported: say it with --document-positions restart (the "
+            "default) or run_on"
         )
     if args.reset_attention_mask and args.micro_batch_size != 1:
         problems.append(
-            f"--reset-attention-mask needs one layout for each sample, so --micro-batch-size "
-            f"{args.micro_batch_size} cannot be used; use --micro-batch-size 1"
+            "--reset-attention-mask and --bdlm-data sft need one layout for each sample, so "
+            f"--micro-batch-size {args.micro_batch_size} cannot be used; use --micro-batch-size 1"
         )
     if args.dataloader_type == "external":
         problems.append("--dataloader-type external is not supported; use single or cyclic")

@@ -1,0 +1,1 @@
+"""Prepares training data: reads, renders, encodes and packs documents."""
