@@ -8,7 +8,7 @@ test_megatron_load.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,8 @@ from megatron_bp.convert.hf_assets import (
 from megatron_bp.convert.hf_model import HfModel, open_hf_model
 from megatron_bp.convert.import_work import ImportWork, plan_chunks
 from megatron_bp.convert.jobs import run_journaled
-from megatron_bp.convert.mask_row import (
-    MaskRowSource,
-    NewRow,
-    TensorSource,
-    mean_row,
-    stored_row,
-)
+from megatron_bp.convert.mask_row import MaskRowSource, TensorSource
+from megatron_bp.convert.mask_wish import MaskWish, make_rows, usual_wish
 from megatron_bp.convert.megatron_args import (
     ASSETS_NAME,
     RELEASE_NAME,
@@ -58,7 +53,6 @@ from megatron_bp.convert.progress import Progress
 from megatron_bp.convert.safetensors_io import plan_shards
 from megatron_bp.convert.staging import check_output, fingerprint, partial_path, staged
 from megatron_bp.convert.tokenizer_files import (
-    MaskRow,
     choose_mask_row,
     edit_tokenizer,
     read_vocabulary,
@@ -85,37 +79,38 @@ class ImportRequest:
     check_finite: bool = False
 
 
-@dataclass(frozen=True)
-class MaskWish:
-    """What the user said about the mask token; "" and -1 mean not given.
-
-    `init` is "mean" (of the other rows) or "keep" (the row that the table has).
-    """
-
-    token: str
-    token_id: int
-    resize: bool
-    init: str
-
-
 def hf_to_mcore(request: ImportRequest, progress: Progress) -> dict[str, Any]:
     """Converts an autoregressive model unchanged; returns the manifest."""
     model = open_hf_model(request.source)
     fields = {"family": model.family.name, **settings_fields(AUTOREGRESSIVE)}
-    return _write(request, model, model.source, AUTOREGRESSIVE, fields, progress)
+    return _write(request, model, model.source, AUTOREGRESSIVE, fields, progress, lambda _: {})
+
+
+TokenizerCheck = Callable[[Path, str, int], str]
+"""(assets, token, id) -> what to note; raises ValueError when the id is not the token's."""
+
+
+def _unchecked(assets: Path, token: str, token_id: int) -> str:
+    return "not checked"
 
 
 def ar_to_bdlm(
-    request: ImportRequest, bdlm: BdlmSettings, wish: MaskWish, progress: Progress
+    request: ImportRequest,
+    bdlm: BdlmSettings,
+    wish: MaskWish,
+    progress: Progress,
+    check_tokenizer: TokenizerCheck = _unchecked,
 ) -> dict[str, Any]:
     """Converts an autoregressive model to a block-diffusion one; returns the manifest.
 
-    `bdlm`'s mask token is ignored in favour of the one chosen from `wish`.
+    `bdlm`'s mask token is ignored in favour of the one chosen from `wish`, or by the family's rule
+    when nothing is wished. The edited tokenizer must pass `check_tokenizer`.
     """
     if bdlm.objective == "none":
         raise ValueError("objective='none' needs no mask token; use hf2mcore, or 'standard'")
     model = open_hf_model(request.source)
     shape = model.shape
+    wish = usual_wish(wish, model.family.name, shape.vocab_size)
     mask = choose_mask_row(
         read_vocabulary(request.source),
         shape.vocab_size,
@@ -125,7 +120,7 @@ def ar_to_bdlm(
     )
     bdlm = replace(bdlm, mask_token=mask.token, mask_token_id=mask.token_id)
     check_output(request.target, overwrite=request.overwrite, need_bytes=0)
-    rows = _make_rows(model, mask, wish.init)
+    rows = make_rows(model.source, model.tables(), mask, wish.init)
     source = MaskRowSource(
         model.source, mask.token_id, {name: row.values for name, row in rows.items()}
     )
@@ -138,24 +133,22 @@ def ar_to_bdlm(
             "row_added": mask.is_new_row,
             "token_added": mask.is_new_token,
             "tables": {
-                name: {"norm": row.norm, "mean_row_norm": row.mean_row_norm}
+                name: {
+                    "norm": row.norm,
+                    "mean_row_norm": row.mean_row_norm,
+                    "replaced_norm": row.replaced_norm,
+                }
                 for name, row in rows.items()
             },
         },
     }
     model = replace(model, shape=shape, links=make_links(model.family, shape))
-    return _write(request, model, source, bdlm, fields, progress, mask)
 
+    def edit(assets: Path) -> dict[str, Any]:
+        edit_tokenizer(assets, mask)
+        return {"tokenizer": check_tokenizer(assets, mask.token, mask.token_id)}
 
-def _make_rows(model: HfModel, mask: MaskRow, init: str) -> dict[str, NewRow]:
-    tables = model.tables()
-    if init == "mean":
-        return {name: mean_row(model.source, name, mask.token_id) for name in tables}
-    if init != "keep":
-        raise ValueError(f"mask row init={init!r} must be 'mean' or 'keep'")
-    if mask.is_new_row:
-        raise ValueError("--mask-row-init keep needs an existing row; use mean with --resize")
-    return {name: stored_row(model.source, name, mask.token_id) for name in tables}
+    return _write(request, model, source, bdlm, fields, progress, edit)
 
 
 def _write(
@@ -165,7 +158,7 @@ def _write(
     bdlm: BdlmSettings,
     fields: Mapping[str, Any],
     progress: Progress,
-    *masks: MaskRow,
+    edit: Callable[[Path], dict[str, Any]],
 ) -> dict[str, Any]:
     shape, layout = model.shape, request.layout
     if layout is Layout.HOMOGENEOUS and not model.family.stackable:
@@ -204,10 +197,11 @@ def _write(
         objects = dict.fromkeys(extra_state_keys(model.family, shape, layout))
         finish_checkpoint(work.checkpoint, work.files, spans, {**objects, COMMON_STATE: state})
         (partial / TRACKER_NAME).write_text(RELEASE_NAME)
-        write_flags(partial, megatron_flags(shape, bdlm, dtype))
+        write_flags(partial, megatron_flags(shape, bdlm, dtype), shape.notes)
         left = copy_assets(request.source, partial / ASSETS_NAME)
         write_kept(work.kept, model.source.tensors, work.shards)
-        _edit_assets(partial / ASSETS_NAME, shape, bdlm, dtype, masks)
+        _edit_assets(partial / ASSETS_NAME, shape, bdlm, dtype)
+        fields = {**fields, **edit(partial / ASSETS_NAME)}
         names = [file.name for file in work.hashes]
         return write_manifest(
             partial,
@@ -228,19 +222,13 @@ def _stamp(file: Path) -> tuple[int, int]:
 
 
 def _edit_assets(
-    directory: Path,
-    shape: ModelShape,
-    bdlm: BdlmSettings,
-    dtype: torch.dtype,
-    masks: Sequence[MaskRow],
+    directory: Path, shape: ModelShape, bdlm: BdlmSettings, dtype: torch.dtype
 ) -> None:
-    changes: dict[str, Any] = {}
     config = read_config(directory)
-    changes |= dtype_changes(config, dtype)
-    for mask in masks:
-        keys = {"mask_token_id": mask.token_id, **exported_settings(bdlm)}
+    changes: dict[str, Any] = dict(dtype_changes(config, dtype))
+    if bdlm.objective != "none":
+        keys = {"mask_token_id": bdlm.mask_token_id, **exported_settings(bdlm)}
         changes |= {"vocab_size": shape.vocab_size, **keys}
-        edit_tokenizer(directory, mask)
         generation = directory / "generation_config.json"
         if generation.is_file():
             patch_json(generation, {name: keys[name] for name in ("mask_token_id", "block_size")})

@@ -31,11 +31,15 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class NewRow:
-    """A row value for one table. `norm` and `mean_row_norm` are for the manifest."""
+    """A row for one table, its norm, the others' mean norm and that of the row it replaces.
+
+    `replaced_norm` is -1 when the row is added.
+    """
 
     values: torch.Tensor
     norm: float
     mean_row_norm: float
+    replaced_norm: float
 
 
 def mean_row(source: TensorSource, name: str, without_row: int) -> NewRow:
@@ -45,17 +49,18 @@ def mean_row(source: TensorSource, name: str, without_row: int) -> NewRow:
     """
     info = source.tensors[name]
     total = torch.zeros(info.shape[1:], dtype=torch.float64)
-    norms, count = 0.0, 0
+    norms, count, replaced = 0.0, 0, -1.0
     for lo, rows in source.iter_rows(name):
         keep = torch.ones(rows.shape[0], dtype=torch.bool)
         if lo <= without_row < lo + rows.shape[0]:
             keep[without_row - lo] = False
+            replaced = float(rows[without_row - lo].double().norm())
         for part, kept in zip(rows.split(4096), keep.split(4096), strict=True):
             wide = part[kept].double()
             total += wide.sum(0)
             norms += float(wide.norm(dim=1).sum())
             count += wide.shape[0]
-    return _new_row((total / count).float().to(info.dtype), norms / count)
+    return _new_row((total / count).float().to(info.dtype), norms / count, replaced)
 
 
 def stored_row(source: TensorSource, name: str, row: int) -> NewRow:
@@ -63,11 +68,12 @@ def stored_row(source: TensorSource, name: str, row: int) -> NewRow:
     info = source.tensors[name]
     out = torch.empty((1, *info.shape[1:]), dtype=info.dtype)
     source.read_rows_into(name, row, out)
-    return _new_row(out[0], mean_row(source, name, row).mean_row_norm)
+    norm = float(out[0].double().norm())
+    return _new_row(out[0], mean_row(source, name, row).mean_row_norm, norm)
 
 
-def _new_row(values: torch.Tensor, mean_row_norm: float) -> NewRow:
-    return NewRow(values, float(values.double().norm()), mean_row_norm)
+def _new_row(values: torch.Tensor, mean_row_norm: float, replaced: float) -> NewRow:
+    return NewRow(values, float(values.double().norm()), mean_row_norm, replaced)
 
 
 class MaskRowSource:
