@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,14 +188,21 @@ def megatron_flags(shape: ModelShape, bdlm: BdlmSettings, dtype: torch.dtype) ->
     return flags
 
 
-def write_flags(directory: Path, flags: Mapping[str, str | int | float | bool]) -> None:
-    """Writes `megatron_flags.yaml` and `megatron_flags.sh` (source it: array MEGATRON_FLAGS)."""
-    yaml = [f"{name}: {json.dumps(value)}" for name, value in flags.items()]
+def write_flags(
+    directory: Path, flags: Mapping[str, str | int | float | bool], notes: Sequence[str] = ()
+) -> None:
+    """Writes `megatron_flags.yaml` and `megatron_flags.sh` (source it: array MEGATRON_FLAGS).
+
+    `notes` become comments: what the model needs and no flag can say.
+    """
+    comments = [f"# {note}" for note in notes]
+    yaml = comments + [f"{name}: {json.dumps(value)}" for name, value in flags.items()]
     (directory / "megatron_flags.yaml").write_text("\n".join(yaml) + "\n")
     words = []
     for name, value in flags.items():
         words.append(f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}")
     shell = [
+        *comments,
         'converted="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"',
         "MEGATRON_FLAGS=(",
         *(f"  {word}" for word in words),
