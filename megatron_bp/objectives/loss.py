@@ -1,57 +1,26 @@
 """Cross-entropy of a linear head, chunk by chunk over rows, with the vocabulary split over ranks.
 
-Owns the head's matrix products and their gradients, so that no [R, V] tensor ever exists. Knows
-nothing of which rows are targets or how losses are weighted. Specified by
-tests/objectives/test_loss.py.
+Two forms of one loss, neither of which ever has an [R, V] tensor. `linear_cross_entropy` keeps one
+number a row and computes the logits again in backward: four matrix products in all. Where the
+weight of each row is known beforehand, `weighted_cross_entropy` computes the gradients in forward:
+three. Knows nothing of which rows are targets. Specified by tests/objectives/test_loss.py and
+test_gpu_loss.py.
 
 Shape letters: R target rows, C rows of one chunk, E hidden size, V vocabulary rows of this rank.
 
-    loss_r = lse_r - z_r[label_r],  z = hidden @ weight^T,  lse_r = log sum_v exp z_r[v]
-    dz_r[v] = (exp(z_r[v] - lse_r) - [v == label_r]) * dloss_r
+    loss_r = lse_r - z_r[label_r],  z = hidden @ weight^T  (passes.py: lse and the gradient of z)
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_bp.objectives.head import LOCAL, Head, Local, Logits, LossOptions, gradients, scaled
 
-class Local(Enum):
-    """The absence of a process group: this process has the whole vocabulary."""
-
-    LOCAL = "local"
-
-
-LOCAL: Final = Local.LOCAL
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossOptions:
-    """Which part of the vocabulary this rank holds, what of it counts, and the chunk size.
-
-    `vocab_start` is the token id of the first local weight row. Ids from `num_valid_vocab` on are
-    Megatron's padding: they get no probability and their weight rows a gradient of exactly zero.
-    So does `excluded_id` (the mask token, -1 for none).
-
-    Units: `chunk_rows` in rows; memory peaks at about chunk_rows * V compute-type elements.
-    """
-
-    vocab_start: int
-    num_valid_vocab: int
-    excluded_id: int = -1
-    chunk_rows: int = 1024
-
-    def __post_init__(self) -> None:
-        for name, least in (("vocab_start", 0), ("num_valid_vocab", 1), ("chunk_rows", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least {least}.")
-        if self.excluded_id < -1:
-            raise ValueError(f"excluded_id={self.excluded_id} must be a token id, or -1 for none.")
+__all__ = ["LOCAL", "Local", "LossOptions", "linear_cross_entropy", "weighted_cross_entropy"]
 
 
 def linear_cross_entropy(
@@ -70,6 +39,9 @@ def linear_cross_entropy(
     gradients rounded once to the inputs' types. R may be 0. Checking labels costs one
     device-to-host read of a single value a call.
 
+    The gradient of a low-precision `weight` is rounded in place: until it is dropped it holds the
+    memory of its float32 sum, twice its own size.
+
     Shapes: hidden [R, E], weight [V, E], labels int64 [R] -> float32 [R] (float64 for float64).
     Raises: ValueError or TypeError if shapes, types or labels do not fit.
     """
@@ -77,6 +49,46 @@ def linear_cross_entropy(
     _check_labels(labels, options)
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, options, group)
     return loss
+
+
+def weighted_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    row_weight: Tensor,
+    *,
+    options: LossOptions,
+    group: dist.ProcessGroup | Local = LOCAL,
+) -> tuple[Tensor, Tensor]:
+    """sum_r row_weight_r * loss_r, differentiable, and the losses, which are not.
+
+    Otherwise as `linear_cross_entropy`. Forward computes both gradients of the sum beside the loss,
+    so that the logits are computed once; backward multiplies them by the sum's own gradient, and
+    can run once. Until then the gradients take memory, that of `weight` in float32. The gradient of
+    a low-precision `hidden` is rounded twice, unless the sum's gradient is a power of two.
+
+    Shapes: row_weight [R] of any floating-point type -> scalar of that type, losses [R].
+    Raises: as there; TypeError for float16, whose gradients need the scale of the loss beforehand.
+    """
+    _check_inputs(hidden, weight, labels)
+    _check_labels(labels, options)
+    if row_weight.shape != labels.shape or row_weight.requires_grad:
+        raise ValueError(
+            f"row_weight {list(row_weight.shape)} must be a constant of shape "
+            f"{list(labels.shape)}; detach it, or use linear_cross_entropy."
+        )
+    if hidden.dtype == torch.float16:
+        raise TypeError(
+            "hidden is torch.float16: gradients computed before the loss is scaled would vanish. "
+            "Use torch.bfloat16, or linear_cross_entropy."
+        )
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        total, loss_R = _WeightedCrossEntropy.apply(
+            hidden, weight, labels, row_weight, options, group
+        )
+        return total, loss_R
+    loss_R = _LinearCrossEntropy.apply(hidden, weight, labels, options, group)
+    return _weighted_sum(loss_R, row_weight), loss_R
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -89,22 +101,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         options: LossOptions,
         group: dist.ProcessGroup | Local,
     ) -> Tensor:
-        # First this rank's lse and label logit, chunk by chunk, then one merge over ranks: two
-        # collectives a call, however many chunks.
-        dtype = _compute_dtype(hidden)
-        lse_R = torch.empty(len(labels), dtype=dtype, device=hidden.device)
+        # First this rank's lse and label logit, chunk by chunk, then one merge over ranks.
+        head = Head(hidden, weight, labels, options, group)
+        lse_R = torch.empty(len(labels), dtype=head.dtype, device=hidden.device)
         picked_R = torch.empty_like(lse_R)
-        for rows in _chunks(len(labels), options.chunk_rows):
-            logits_CV = _logits(hidden[rows], weight, options)
-            column_C, hit_C = _local_column(labels[rows], weight, options)
-            # picked is 0 where another rank holds the label, so that the sum over ranks is right
-            picked_R[rows] = logits_CV.gather(1, column_C).squeeze(1).where(hit_C, 0.0)
-            # a shard that is all padding has maximum -inf; any finite shift gives it lse = -inf
-            max_C = logits_CV.amax(1).clamp_min(torch.finfo(dtype).min)
-            sum_C = logits_CV.sub_(max_C[:, None]).exp_().sum(1)
-            lse_R[rows] = max_C + sum_C.log()
-        if group is not LOCAL and len(labels):
-            lse_R, picked_R = _merge_over_ranks(lse_R, picked_R, group)
+        logits = Logits(head, with_gradient=False)
+        for rows in head.chunks():
+            lse_CB, picked_R[rows] = logits.statistics(rows)
+            lse_R[rows] = lse_CB.logsumexp(1)
+        lse_R, picked_R = head.merge(lse_R, picked_R)
         ctx.save_for_backward(hidden, weight, labels, lse_R)
         ctx.options, ctx.group = options, group
         return lse_R - picked_R
@@ -115,85 +120,61 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, dloss_R: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, labels, lse_R = ctx.saved_tensors
-        options, group = ctx.options, ctx.group
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
-        dhidden_RE = torch.empty_like(hidden, dtype=lse_R.dtype) if need_hidden else None
-        dweight_VE = torch.zeros_like(weight, dtype=lse_R.dtype) if need_weight else None
-        for rows in _chunks(len(labels), options.chunk_rows):
-            dlogits_CV = _logits(hidden[rows], weight, options)
-            dlogits_CV.sub_(lse_R[rows, None]).exp_()
-            column_C, hit_C = _local_column(labels[rows], weight, options)
-            dlogits_CV.scatter_add_(1, column_C, -hit_C[:, None].to(dlogits_CV.dtype))
-            dlogits_CV = dlogits_CV.mul_(dloss_R[rows, None]).to(_operand_dtype(weight))
-            if dhidden_RE is not None:
-                dhidden_RE[rows] = _product(dlogits_CV, weight)
-            if dweight_VE is not None:
-                _add_product(dweight_VE, dlogits_CV.t(), hidden[rows])
-        if dhidden_RE is not None:
-            if group is not LOCAL and len(labels):
-                dist.all_reduce(dhidden_RE, group=group)
-            dhidden_RE = dhidden_RE.to(hidden.dtype)
+        head = Head(hidden, weight, labels, ctx.options, ctx.group)
+        logits = Logits(head, with_gradient=True)
+        dhidden_RE, dweight_VE = gradients(
+            head,
+            ctx.needs_input_grad,
+            lambda rows: logits.gradient(rows, lse_R[rows], dloss_R[rows]),
+        )
         if dweight_VE is not None:
-            dweight_VE = dweight_VE.to(weight.dtype)
+            dweight_VE = scaled(dweight_VE, lse_R.new_ones(()), weight.dtype)
         return dhidden_RE, dweight_VE, None, None, None
 
 
-def _merge_over_ranks(
-    lse_R: Tensor, picked_R: Tensor, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    max_R = lse_R.clone()
-    dist.all_reduce(max_R, op=dist.ReduceOp.MAX, group=group)
-    both_2R = torch.stack([(lse_R - max_R).exp(), picked_R])
-    dist.all_reduce(both_2R, group=group)
-    return max_R + both_2R[0].log(), both_2R[1]
+class _WeightedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        row_weight: Tensor,
+        options: LossOptions,
+        group: dist.ProcessGroup | Local,
+    ) -> tuple[Tensor, Tensor]:
+        head = Head(hidden, weight, labels, options, group)
+        loss_R = torch.empty(len(labels), dtype=head.dtype, device=hidden.device)
+        scale_R = row_weight.to(head.dtype)
+        logits = Logits(head, with_gradient=True)
+
+        def dlogits_of(rows: slice) -> Tensor:
+            lse_CB, picked_C = logits.statistics(rows)
+            lse_C, picked_C = head.merge(lse_CB.logsumexp(1), picked_C)
+            loss_R[rows] = lse_C - picked_C
+            return logits.gradient_of_statistics(rows, lse_CB, lse_C, picked_C, scale_R[rows])
+
+        ctx.save_for_backward(*gradients(head, ctx.needs_input_grad, dlogits_of))
+        ctx.dtype = weight.dtype
+        ctx.mark_non_differentiable(loss_R)
+        return _weighted_sum(loss_R, row_weight), loss_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dtotal: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        # In place: a second backward finds changed tensors, and autograd refuses it.
+        dhidden_RE, dweight_VE = ctx.saved_tensors
+        if dhidden_RE is not None:
+            dhidden_RE = dhidden_RE.mul_(dtotal)
+        if dweight_VE is not None:
+            dweight_VE = scaled(dweight_VE, dtotal, ctx.dtype)
+        return dhidden_RE, dweight_VE, None, None, None, None
 
 
-def _logits(hidden_CE: Tensor, weight: Tensor, options: LossOptions) -> Tensor:
-    """Logits of a chunk in the compute type, -inf where the vocabulary does not count."""
-    logits_CV = _product(hidden_CE, weight.t())
-    # The product covers padding too: cutting it off would spoil the alignment it was added for.
-    logits_CV[:, max(options.num_valid_vocab - options.vocab_start, 0) :] = float("-inf")
-    excluded = options.excluded_id - options.vocab_start
-    if options.excluded_id >= 0 and 0 <= excluded < len(weight):
-        logits_CV[:, excluded] = float("-inf")
-    return logits_CV
-
-
-def _local_column(labels_C: Tensor, weight: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
-    """Column [C, 1] of each label in this rank's vocabulary (0 if elsewhere), and whether it is."""
-    column_C = labels_C - options.vocab_start
-    hit_C = (column_C >= 0) & (column_C < len(weight))
-    return column_C.where(hit_C, 0)[:, None], hit_C
-
-
-def _chunks(num_rows: int, chunk_rows: int) -> Iterator[slice]:
-    for start in range(0, num_rows, chunk_rows):
-        yield slice(start, min(start + chunk_rows, num_rows))
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
-
-
-def _operand_dtype(weight: Tensor) -> torch.dtype:
-    """Type of the products' operands: only CUDA multiplies low precision into float32."""
-    return weight.dtype if weight.is_cuda else _compute_dtype(weight)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b accumulated and returned in the compute type."""
-    dtype, operand = _compute_dtype(b), _operand_dtype(b)
-    if operand == dtype:
-        return a.to(dtype) @ b.to(dtype)
-    return torch.mm(a, b, out_dtype=dtype)
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a @ b to `total`, which is in the compute type."""
-    if _operand_dtype(b) == total.dtype:
-        total.addmm_(a, b.to(total.dtype))
-    else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+def _weighted_sum(loss_R: Tensor, row_weight: Tensor) -> Tensor:
+    return (loss_R.to(row_weight.dtype) * row_weight).sum()
 
 
 def _check_inputs(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:

@@ -1,5 +1,9 @@
-"""Specifies megatron_bp.objectives.loss: exactness, padding, exclusion, memory, tensor parallel."""
+"""Specifies megatron_bp.objectives.loss: exactness, padding, exclusion, memory, tensor parallel.
 
+What only a GPU can show is in test_gpu_loss.py.
+"""
+
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,10 +15,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_bp.objectives import LOCAL, LossOptions, linear_cross_entropy
+from megatron_bp.objectives import (
+    LOCAL,
+    LossOptions,
+    linear_cross_entropy,
+    weighted_cross_entropy,
+)
+from megatron_bp.objectives.head import scaled
 from tests.distributed import run_distributed
 
 PROPERTY = settings(deadline=None, derandomize=True)
+FORMS = ("recomputed", "in_forward")
+both_forms = pytest.mark.parametrize("form", FORMS)
 EXACT = {"rtol": 0.0, "atol": 1e-12}  # fp64 rounding of sums over < 100 terms of size ~1
 
 
@@ -40,14 +52,37 @@ def dense(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions) 
     return -logp.gather(1, labels[:, None]).squeeze(1)
 
 
-def with_gradients(fn: Any, hidden: Tensor, weight: Tensor, row_weight: Tensor) -> list[Tensor]:
-    """Loss, d hidden, d weight of sum(row_weight * fn(hidden, weight))."""
+Operands = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def total_and_loss(
+    form: str, operands: Operands, options: LossOptions, group: Any = LOCAL
+) -> tuple[Tensor, Tensor]:
+    """sum(row_weight * loss), and the loss of each row."""
+    hidden, weight, labels, row_weight = operands
+    if form == "in_forward":
+        return weighted_cross_entropy(
+            hidden, weight, labels, row_weight, options=options, group=group
+        )
+    if form == "dense":
+        loss = dense(hidden, weight, labels, options)
+    else:
+        loss = linear_cross_entropy(hidden, weight, labels, options=options, group=group)
+    return (loss * row_weight.to(loss.dtype)).sum(), loss
+
+
+def with_gradients(
+    form: str, operands: Operands, options: LossOptions, group: Any = LOCAL, factor: float = 1.0
+) -> list[Tensor]:
+    """Loss, d hidden, d weight of factor * sum(row_weight * loss)."""
+    hidden, weight, labels, row_weight = operands
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    loss = fn(hidden, weight)
-    grads = torch.autograd.grad((loss * row_weight.to(loss.dtype)).sum(), [hidden, weight])
+    total, loss = total_and_loss(form, (hidden, weight, labels, row_weight), options, group)
+    grads = torch.autograd.grad(total * factor, [hidden, weight])
     return [loss.detach(), *grads]
 
 
+@both_forms
 @PROPERTY
 @given(
     rows=st.integers(0, 13),
@@ -58,22 +93,34 @@ def with_gradients(fn: Any, hidden: Tensor, weight: Tensor, row_weight: Tensor) 
     seed=st.integers(0, 1000),
 )
 def test_loss_and_gradients_equal_the_dense_ones(
-    rows: int, chunk_rows: int, valid: int, padding: int, excluded: int, seed: int
+    form: str, rows: int, chunk_rows: int, valid: int, padding: int, excluded: int, seed: int
 ) -> None:
     options = LossOptions(
         vocab_start=0, num_valid_vocab=valid, excluded_id=excluded, chunk_rows=chunk_rows
     )
-    hidden, weight, labels, row_weight = make_case(
-        rows, 5, valid + padding, options, torch.float64, seed
-    )
-    got = with_gradients(
-        lambda h, w: linear_cross_entropy(h, w, labels, options=options), hidden, weight, row_weight
-    )
-    want = with_gradients(lambda h, w: dense(h, w, labels, options), hidden, weight, row_weight)
+    operands = make_case(rows, 5, valid + padding, options, torch.float64, seed)
+    got = with_gradients(form, operands, options, factor=3.0)
+    want = with_gradients("dense", operands, options, factor=3.0)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, **EXACT)
     dead = [*range(valid, valid + padding), *([excluded] if 0 <= excluded < valid else [])]
     assert (got[2][dead] == 0).all()
+
+
+@both_forms
+def test_pieces_and_blocks_of_the_vocabulary_do_not_show(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_bp.objectives.head.PIECE", 6)
+    monkeypatch.setattr("megatron_bp.objectives.passes.BLOCK", 3)
+    for vocab, valid, excluded in ((20, 20, 7), (18, 11, -1)):  # a dead block, a dead piece
+        options = LossOptions(
+            vocab_start=0, num_valid_vocab=valid, excluded_id=excluded, chunk_rows=4
+        )
+        operands = make_case(9, 5, vocab, options, torch.float64)
+        got = with_gradients(form, operands, options)
+        for a, b in zip(got, with_gradients("dense", operands, options), strict=True):
+            torch.testing.assert_close(a, b, **EXACT)
 
 
 def test_gradients_pass_gradcheck_across_a_chunk_boundary() -> None:
@@ -85,72 +132,52 @@ def test_gradients_pass_gradcheck_across_a_chunk_boundary() -> None:
     )
 
 
-def test_large_logits_neither_overflow_nor_lose_the_loss() -> None:
+@both_forms
+def test_large_logits_neither_overflow_nor_lose_the_loss(form: str) -> None:
     options = LossOptions(vocab_start=0, num_valid_vocab=6, chunk_rows=2)
-    hidden, weight, labels, row_weight = make_case(5, 4, 6, options, torch.float64)
-    hidden = hidden * 1e4
-    got = with_gradients(
-        lambda h, w: linear_cross_entropy(h, w, labels, options=options), hidden, weight, row_weight
-    )
-    want = with_gradients(lambda h, w: dense(h, w, labels, options), hidden, weight, row_weight)
+    hidden, *rest = make_case(5, 4, 6, options, torch.float64)
+    operands = (hidden * 1e4, *rest)
+    got = with_gradients(form, operands, options)
+    want = with_gradients("dense", operands, options)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-8)  # atol: logits of 1e4 * fp64 eps
 
 
-def test_low_precision_inputs_are_accumulated_in_float32_and_rounded_once() -> None:
+@both_forms
+def test_low_precision_inputs_are_accumulated_in_float32_and_rounded_once(form: str) -> None:
     # Against fp64 on the same bf16 numbers: the loss carries float32 rounding, a gradient is off
     # by at most one rounding to bf16 (2**-8 of its size). Accumulating 64 chunks in bf16 would be
     # off by several of those.
     options = LossOptions(vocab_start=0, num_valid_vocab=12, chunk_rows=4)
-    hidden, weight, labels, row_weight = make_case(256, 16, 12, options, torch.bfloat16)
-    got = with_gradients(
-        lambda h, w: linear_cross_entropy(h, w, labels, options=options), hidden, weight, row_weight
-    )
-    want = with_gradients(
-        lambda h, w: dense(h, w, labels, options), hidden.double(), weight.double(), row_weight
-    )
+    hidden, weight, *rest = make_case(256, 16, 12, options, torch.bfloat16)
+    got = with_gradients(form, (hidden, weight, *rest), options)
+    want = with_gradients("dense", (hidden.double(), weight.double(), *rest), options)
     assert [tensor.dtype for tensor in got] == [torch.float32, torch.bfloat16, torch.bfloat16]
     torch.testing.assert_close(got[0].double(), want[0], rtol=1e-5, atol=1e-5)
     for a, b in zip(got[1:], want[1:], strict=True):
         torch.testing.assert_close(a.double(), b, rtol=2**-7.99, atol=1e-5)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_products_on_cuda_return_float32(dtype: torch.dtype) -> None:
-    # Only CUDA multiplies low-precision operands into float32: there the gradient of the logits is
-    # rounded once before its products (errors average out over a sum), logits and sums are not.
-    options = LossOptions(vocab_start=0, num_valid_vocab=500, excluded_id=3, chunk_rows=100)
-    hidden, weight, labels, row_weight = make_case(1000, 64, 512, options, dtype)
-    got = with_gradients(
-        lambda h, w: linear_cross_entropy(h, w, labels.cuda(), options=options),
-        hidden.cuda(),
-        weight.cuda(),
-        row_weight.cuda(),
-    )
-    want = with_gradients(
-        lambda h, w: dense(h, w, labels, options), hidden.double(), weight.double(), row_weight
-    )
-    torch.testing.assert_close(got[0].cpu().double(), want[0], rtol=1e-5, atol=1e-4)
-    for a, b in zip(got[1:], want[1:], strict=True):
-        error = (a.cpu().double() - b).norm() / b.norm()
-        assert error < torch.finfo(dtype).eps / 2
-    assert (got[2][500:] == 0).all()
-    assert (got[2][3] == 0).all()
+def test_a_narrow_gradient_lies_in_the_memory_of_its_sum_and_is_rounded_once() -> None:
+    # 3 * 2**20 + 1 numbers: pieces that overlap their sources would show as wrong numbers
+    total = torch.randn(3 << 20 | 1, 1, generator=torch.Generator().manual_seed(0))
+    want, memory = (total * 0.7).bfloat16(), total.untyped_storage().data_ptr()
+    got = scaled(total, torch.tensor(0.7), torch.bfloat16)
+    assert got.untyped_storage().data_ptr() == memory
+    assert got.shape == want.shape
+    assert torch.equal(got, want)
 
 
+@both_forms
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_a_frozen_input_gets_no_gradient_and_the_other_the_same_one(frozen: str) -> None:
+def test_a_frozen_input_gets_no_gradient_and_the_other_the_same_one(form: str, frozen: str) -> None:
     options = LossOptions(vocab_start=0, num_valid_vocab=7, chunk_rows=2)
-    hidden, weight, labels, row_weight = make_case(5, 3, 8, options, torch.float64)
-    _, dhidden, dweight = with_gradients(
-        lambda h, w: dense(h, w, labels, options), hidden, weight, row_weight
-    )
+    operands = make_case(5, 3, 8, options, torch.float64)
+    hidden, weight, *_ = operands
+    _, dhidden, dweight = with_gradients("dense", operands, options)
     hidden.requires_grad_(frozen != "hidden")
     weight.requires_grad_(frozen != "weight")
-    loss = linear_cross_entropy(hidden, weight, labels, options=options)
-    (loss * row_weight).sum().backward()
+    total_and_loss(form, operands, options)[0].backward()
     leaf, other, want = (
         (hidden, weight, dweight) if frozen == "hidden" else (weight, hidden, dhidden)
     )
@@ -174,21 +201,23 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+@both_forms
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_no_tensor_of_rows_times_vocabulary_is_ever_made(dtype: torch.dtype) -> None:
+def test_no_tensor_of_rows_times_vocabulary_is_ever_made(form: str, dtype: torch.dtype) -> None:
     rows, size, vocab, chunk_rows = 96, 4, 80, 5
     options = LossOptions(vocab_start=0, num_valid_vocab=vocab, chunk_rows=chunk_rows)
-    hidden, weight, labels, _ = make_case(rows, size, vocab, options, dtype)
-    hidden.requires_grad_()
-    weight.requires_grad_()
+    operands = make_case(rows, size, vocab, options, dtype)
+    operands[0].requires_grad_()
+    operands[1].requires_grad_()
     with LargestTensor() as forward:
-        loss = linear_cross_entropy(hidden, weight, labels, options=options).sum()
+        total, _ = total_and_loss(form, operands, options)
     # A mode does not reach the autograd thread of another device, but on CPU it is this thread.
     with LargestTensor() as backward:
-        loss.backward()
+        total.backward()
     limit = max(chunk_rows * vocab, rows * size, vocab * size)
     assert chunk_rows * vocab <= forward.num_elements <= limit
-    assert chunk_rows * vocab <= backward.num_elements <= limit
+    least = {"recomputed": chunk_rows * vocab, "in_forward": 0}[form]
+    assert least <= backward.num_elements <= limit
 
 
 def test_forward_keeps_its_inputs_and_one_number_a_row() -> None:
@@ -198,6 +227,43 @@ def test_forward_keeps_its_inputs_and_one_number_a_row() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x), x)[1], lambda x: x):
         linear_cross_entropy(hidden.requires_grad_(), weight, labels, options=options)
     assert sum(tensor.numel() for tensor in saved) == 96 * 4 + 80 * 4 + 96 + 96
+
+
+def test_gradients_made_in_forward_serve_one_backward() -> None:
+    options = LossOptions(vocab_start=0, num_valid_vocab=7, chunk_rows=2)
+    hidden, *rest = make_case(5, 3, 8, options, torch.float64)
+    total, loss = weighted_cross_entropy(hidden.requires_grad_(), *rest, options=options)
+    assert not loss.requires_grad
+    total.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+def test_without_a_gradient_to_compute_no_gradient_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = LossOptions(vocab_start=0, num_valid_vocab=8, chunk_rows=2)
+    hidden, weight, labels, row_weight = make_case(6, 4, 8, options, torch.float64)
+    want = linear_cross_entropy(hidden, weight, labels, options=options)
+    monkeypatch.delattr("megatron_bp.objectives.passes.rescale_shares")
+    with torch.no_grad():
+        total, loss = weighted_cross_entropy(
+            hidden.requires_grad_(), weight.requires_grad_(), labels, row_weight, options=options
+        )
+    torch.testing.assert_close(loss, want, **EXACT)
+    torch.testing.assert_close(total, want @ row_weight, **EXACT)
+    with pytest.raises(AttributeError, match="rescale_shares"):
+        weighted_cross_entropy(hidden, weight, labels, row_weight, options=options)
+
+
+def test_row_weights_that_do_not_fit_and_float16_are_refused() -> None:
+    options = LossOptions(vocab_start=0, num_valid_vocab=7)
+    hidden, weight, labels, row_weight = make_case(4, 3, 8, options, torch.float64)
+    for wrong in (row_weight[:2], row_weight.clone().requires_grad_()):
+        with pytest.raises(ValueError, match=r"must be a constant of shape \[4\]"):
+            weighted_cross_entropy(hidden, weight, labels, wrong, options=options)
+    with pytest.raises(TypeError, match=r"would vanish. Use torch\.bfloat16"):
+        weighted_cross_entropy(hidden.half(), weight.half(), labels, row_weight, options=options)
 
 
 @pytest.mark.parametrize("label", [-1, 7, 9, 2])
@@ -239,46 +305,27 @@ SPLITS = [
 
 def split_over_two_ranks(rank: int, world_size: int) -> list[list[Tensor]]:
     results = []
-    for first, second, valid, excluded, rows in SPLITS:
+    for form, (first, second, valid, excluded, rows) in product(FORMS, SPLITS):
         lo, hi = ((0, first), (first, first + second))[rank]
         options = LossOptions(
             vocab_start=lo, num_valid_vocab=valid, excluded_id=excluded, chunk_rows=3
         )
-        hidden, weight, labels, row_weight = make_case(
-            rows, 5, first + second, options, torch.float64
-        )
-        group = dist.group.WORLD
-        results.append(
-            with_gradients(
-                lambda h, w, labels=labels, options=options, group=group: linear_cross_entropy(
-                    h, w, labels, options=options, group=group
-                ),
-                hidden,
-                weight[lo:hi],
-                row_weight,
-            )
-        )
+        hidden, weight, *rest = make_case(rows, 5, first + second, options, torch.float64)
+        operands = (hidden, weight[lo:hi], *rest)
+        results.append(with_gradients(form, operands, options, dist.group.WORLD))
     return results
 
 
 def test_two_ranks_that_split_the_vocabulary_equal_one_process() -> None:
     # Only a real group shows that both ranks issue matching collectives on every split.
     ranks = run_distributed(split_over_two_ranks, 2)
-    for index, (first, second, valid, excluded, rows) in enumerate(SPLITS):
+    for index, (form, split) in enumerate(product(FORMS, SPLITS)):
+        first, second, valid, excluded, rows = split
         options = LossOptions(
             vocab_start=0, num_valid_vocab=valid, excluded_id=excluded, chunk_rows=3
         )
-        hidden, weight, labels, row_weight = make_case(
-            rows, 5, first + second, options, torch.float64
-        )
-        loss, dhidden, dweight = with_gradients(
-            lambda h, w, labels=labels, options=options: linear_cross_entropy(
-                h, w, labels, options=options, group=LOCAL
-            ),
-            hidden,
-            weight,
-            row_weight,
-        )
+        operands = make_case(rows, 5, first + second, options, torch.float64)
+        loss, dhidden, dweight = with_gradients(form, operands, options)
         for rank in range(2):
             torch.testing.assert_close(ranks[rank][index][0], loss, **EXACT)
             torch.testing.assert_close(ranks[rank][index][1], dhidden, **EXACT)
