@@ -122,7 +122,8 @@ class _Call:
 
     @property
     def schedule(self) -> Schedule:
-        return make_schedule(self.plan, self.options.corrupted_only)
+        by_chunk = not self.kernel.caps.rectangular
+        return make_schedule(self.plan, self.options.corrupted_only, by_chunk)
 
     def native(self) -> NativeRun:
         return NativeRun(cast(NativeKernel, self.kernel), self.options.softmax_scale)

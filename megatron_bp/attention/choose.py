@@ -28,6 +28,7 @@ KERNELS = {
 """Kernel name (= module in kernels/) and class."""
 
 AUTO = {"cpu": ("dense",), "cuda": ("flash4", "te", "sdpa", "flex")}
+AUTO_WINDOW = {"cuda": ("flash4", "sdpa", "te", "flex")}  # cuDNN's windowed backward is slow
 """The order in which `auto` tries kernels, fastest measured first (docs/bench/attention.md).
 
 `dense` is never chosen on CUDA: its memory is quadratic, so it must be asked for.
@@ -63,7 +64,8 @@ def choose_kernel(name: str, need: KernelNeed) -> AttentionKernel:
             raise ValueError(f"kernel={name!r} cannot run this layer: {'; '.join(reasons)}.")
         return kernel
     refused = []
-    for candidate in AUTO.get(need.device, ()):
+    order = AUTO_WINDOW.get(need.device) if need.window else None
+    for candidate in order or AUTO.get(need.device, ()):
         try:
             kernel = load_kernel(candidate, need.deterministic)
         except ImportError as error:

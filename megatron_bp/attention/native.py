@@ -8,7 +8,7 @@ size. Specified by tests/attention/test_native.py.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -53,11 +53,7 @@ def empty_partial(like_TZNH: Tensor, todo: Pass) -> Partial:
 
 @dataclass(frozen=True)
 class _Problems:
-    """How one step is laid out for a kernel.
-
-    Folded problems become query heads of each key/value head: the keys are then read once, and
-    their gradients summed in the kernel.
-    """
+    """How one step is laid out for a kernel."""
 
     step: Step
     num_kv_heads: int
@@ -65,6 +61,10 @@ class _Problems:
     def query(self, x_TZNH: Tensor) -> Tensor:
         """Query-shaped rows as [problems, Q, heads, H]."""
         x = read_rows(x_TZNH, self.step.rows)  # [X, Q, Z, N, H]
+        if self.step.joined:
+            # torch.cat copies a few long runs at full bandwidth, flatten does not.
+            apart = self.step.rows.step > self.step.rows.length and len(x) <= 8
+            return (torch.cat([*x]) if apart else x.flatten(0, 1)).transpose(0, 1)
         if self.step.folded:
             x = x.unflatten(3, (self.num_kv_heads, -1)).permute(2, 1, 3, 0, 4, 5)
             return x.flatten(2, 4)
@@ -72,39 +72,50 @@ class _Problems:
 
     def lse(self, x_TZN: Tensor) -> Tensor:
         """LSE rows as the kernel has them, [problems, heads, Q]."""
-        if self.step.folded:
+        if self.step.joined or self.step.folded:
             return self.query(x_TZN[..., None])[..., 0].transpose(1, 2)
         return read_rows(x_TZN, self.step.rows).permute(0, 2, 3, 1).flatten(0, 1)
 
     def unquery(self, x: Tensor, num_samples: int) -> Tensor:
         """The inverse of `query`, a view: [problems, Q, heads, H] as [X, Q, Z, M, G, H]."""
+        problems = self.step.rows.num_problems
+        if self.step.joined:
+            x = x.transpose(0, 1).unflatten(0, (problems, -1))
+            return x.unflatten(3, (self.num_kv_heads, -1))
         if self.step.folded:
-            x = x.unflatten(2, (self.num_kv_heads, self.step.rows.num_problems, -1))
+            x = x.unflatten(2, (self.num_kv_heads, problems, -1))
             return x.permute(3, 1, 0, 2, 4, 5)
         x = x.unflatten(2, (self.num_kv_heads, -1))
         return x.unflatten(0, (-1, num_samples)).transpose(1, 2)
 
+    def key_parts(self, spaces: Spaces, part: int) -> list[Tensor]:
+        """The runs of keys (part 0) or values (part 1), each [X, K, Z, M, H]."""
+        return [read_rows(spaces[space][part], runs) for space, runs in self.step.keys]
+
     def key(self, spaces: Spaces, part: int) -> Tensor:
         """Keys (part 0) or values (part 1) as [problems, K, M, H]."""
-        found = [read_rows(spaces[space][part], runs) for space, runs in self.step.keys]
-        joined = found[0] if len(found) == 1 else torch.cat(found, 1)  # [X, K, Z, M, H]
+        found = self.key_parts(spaces, part)
+        joined = found[0] if len(found) == 1 else torch.cat(found, 1)
         return joined.transpose(1, 2).flatten(0, 1)
 
-    def add_keys(self, spaces: Spaces, dk: Tensor, dv: Tensor) -> None:
-        """Adds key and value gradients [problems, K, M, H] to their rows."""
-        num_samples = spaces[0].k.shape[1]
-        dk, dv = (x.unflatten(0, (-1, num_samples)).transpose(1, 2) for x in (dk, dv))
+    def add_keys(self, spaces: Spaces, dk_XKZMH: Tensor, dv_XKZMH: Tensor) -> None:
+        """Adds key and value gradients to their rows."""
         at = 0
         for space, runs in self.step.keys:
-            values = (dk[:, at : at + runs.length], dv[:, at : at + runs.length])
-            add_rows(tuple(spaces[space]), runs, values)
+            part = slice(at, at + runs.length)
+            add_rows(tuple(spaces[space]), runs, (dk_XKZMH[:, part], dv_XKZMH[:, part]))
             at += runs.length
 
-    def in_place(self, x_TZNH: Tensor) -> bool:
-        """Whether `query` and `lse` of a tensor like this are views that a kernel may fill."""
-        lo, hi = self.step.rows.span
-        one = self.step.rows.num_problems == 1 or x_TZNH.shape[1] == 1
-        return lo < hi and one and self.step.rows.store and not self.step.folded
+    @property
+    def in_place(self) -> bool:
+        """Whether the rows are a view that may be written."""
+        return self.step.rows.writable and not self.step.folded
+
+    def kernel_may_write(self, num_samples: int) -> bool:
+        """Whether `query` and `lse` of fresh rows are views as a kernel takes them."""
+        rows = self.step.rows
+        one = rows.num_problems == 1 or (num_samples == 1 and not self.step.joined)
+        return rows.store and self.in_place and one and rows.length > 1
 
 
 @dataclass(frozen=True)
@@ -120,8 +131,11 @@ class NativeRun:
         """Merges the steps into `partial`, in place."""
         for step in steps:
             at = _Problems(step, keys[0].k.shape[2])
+            if _is_small(at, q_TZNH):
+                self._small_forward(at, q_TZNH, keys, partial)
+                continue
             q, k, v = at.query(q_TZNH), at.key(keys, 0), at.key(keys, 1)
-            if self.kernel.caps.writes and at.in_place(q_TZNH):
+            if self.kernel.caps.writes and at.kernel_may_write(q_TZNH.shape[1]):
                 into = (at.query(partial.out), at.lse(partial.lse))
                 kernel = cast(WritingKernel, self.kernel)
                 kernel.forward_into(q, k, v, step.window, self.scale, into)
@@ -130,6 +144,19 @@ class NativeRun:
             out = at.unquery(out, q_TZNH.shape[1])
             lse = at.unquery(lse.transpose(1, 2)[..., None], q_TZNH.shape[1])[..., 0]
             merge_rows(partial.out, partial.lse, step.rows, out, lse)
+
+    def _small_forward(self, at: _Problems, q_TZNH: Tensor, keys: Spaces, partial: Partial) -> None:
+        from megatron_bp.attention import small
+
+        rows = at.step.rows
+        small.forward_into(
+            read_rows(q_TZNH, rows),
+            _small_keys(at, keys),
+            at.step.window,
+            self.scale,
+            (read_rows(partial.out, rows), read_rows(partial.lse, rows)),
+            store=rows.store,
+        )
 
     def backward(
         self,
@@ -143,22 +170,60 @@ class NativeRun:
         dq, dkeys = grads
         for step in steps:
             at = _Problems(step, keys[0].k.shape[2])
-            local = Saved(
-                at.query(q),
-                at.key(keys, 0),
-                at.key(keys, 1),
-                at.query(partial.out),
-                at.lse(partial.lse),
-            )
+            if _is_small(at, q):
+                self._small_backward(at, dout_TZNH, saved, grads)
+                continue
+            k, v = at.key(keys, 0), at.key(keys, 1)
+            local = Saved(at.query(q), k, v, at.query(partial.out), at.lse(partial.lse))
             dout = at.query(dout_TZNH)
-            if self.kernel.caps.writes and at.in_place(dq):
+            if self.kernel.caps.writes and at.kernel_may_write(q.shape[1]):
                 kernel = cast(WritingKernel, self.kernel)
                 dk, dv = kernel.backward_into(dout, local, step.window, self.scale, at.query(dq))
             else:
                 dq_part, dk, dv = self.kernel.backward(dout, local, step.window, self.scale)
                 part = at.unquery(dq_part, q.shape[1]).flatten(-2)
                 add_rows((dq.unflatten(2, (at.num_kv_heads, -1)).flatten(-2),), step.rows, (part,))
+            dk, dv = (x.unflatten(0, (-1, q.shape[1])).transpose(1, 2) for x in (dk, dv))
             at.add_keys(dkeys, dk, dv)
+
+    def _small_backward(
+        self,
+        at: _Problems,
+        dout_TZNH: Tensor,
+        saved: tuple[Tensor, Spaces, Partial],
+        grads: tuple[Tensor, Spaces],
+    ) -> None:
+        from megatron_bp.attention import small
+
+        (q, keys, partial), rows = saved, at.step.rows
+        dk, dv = small.backward_into(
+            small.Rows(*(read_rows(x, rows) for x in (q, partial.out, partial.lse, dout_TZNH))),
+            _small_keys(at, keys),
+            at.step.window,
+            self.scale,
+            read_rows(grads[0], rows),
+            store=rows.store,
+        )
+        at.add_keys(grads[1], dk, dv)
+
+
+def _is_small(at: _Problems, q_TZNH: Tensor) -> bool:
+    """Whether a step is for the small-problem kernel: blocks on a GPU, written in place."""
+    step = at.step
+    if not q_TZNH.is_cuda or step.joined or not at.in_place or len(step.keys) > 2:
+        return False
+    from megatron_bp.attention import small
+
+    return small.fits(step.rows.length, step.num_keys, q_TZNH.shape[-1], q_TZNH.dtype)
+
+
+def _small_keys(at: _Problems, keys: Spaces) -> Any:
+    """The key runs of a step; without a second run, an empty part of the first."""
+    from megatron_bp.attention import small
+
+    k, v = at.key_parts(keys, 0), at.key_parts(keys, 1)
+    second = (k[1], v[1]) if len(k) == 2 else (k[0][:, :0], v[0][:, :0])
+    return small.KeyParts((k[0], v[0]), second)
 
 
 def clear_gaps(tensors: Iterable[Tensor], todo: Pass, space: KeySpace) -> None:

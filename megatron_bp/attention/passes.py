@@ -35,16 +35,18 @@ def rounds_on(runs: Runs, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def read_rows(x: Tensor, runs: Runs) -> Tensor:
-    """Rows [X, length, ...] of x [T, ...]: a view if the runs lie back to back."""
-    lo, hi = runs.span
-    picked = x[lo:hi] if lo < hi else x[rows_on(runs, x.device)]
-    return picked.unflatten(0, (runs.num_problems, runs.length))
+    """Rows [X, length, ...] of x [T, ...]: a view if the runs are evenly spaced."""
+    if runs.step:
+        row = x.stride(0)
+        size, stride = (len(runs.starts), runs.length), (runs.step * row, row)
+        offset = x.storage_offset() + int(runs.starts[0]) * row
+        return x.as_strided((*size, *x.shape[1:]), (*stride, *x.stride()[1:]), offset)
+    return x[rows_on(runs, x.device)].unflatten(0, (len(runs.starts), runs.length))
 
 
 def _write_rows(x: Tensor, runs: Runs, value: Tensor) -> None:
-    lo, hi = runs.span
-    if lo < hi:
-        x[lo:hi].unflatten(0, (runs.num_problems, runs.length)).copy_(value)
+    if runs.writable:
+        read_rows(x, runs).copy_(value)
     else:
         x[rows_on(runs, x.device)] = value.flatten(0, 1).to(x.dtype)
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_bp.attention.contract import Window
+from megatron_bp.attention.prefix import native_launches, shares_keys
 from megatron_bp.layout.decomposition import KeySpace, Launch, Phase
 from megatron_bp.layout.plan import RankPlan
 
@@ -31,11 +32,17 @@ class Runs:
     rounds: tuple[NDArray[np.int64], ...]
 
     @cached_property
-    def span(self) -> tuple[int, int]:
-        """The rows [lo, hi) if the runs lie back to back, else an empty range."""
-        if (np.diff(self.starts) != self.length).any():
-            return 0, 0
-        return int(self.starts[0]), int(self.starts[-1]) + self.length
+    def step(self) -> int:
+        """Rows from one run's start to the next if that is always the same, else 0."""
+        if len(self.starts) == 1:
+            return self.length
+        steps = np.diff(self.starts)
+        return int(steps[0]) if (steps == steps[0]).all() and steps[0] > 0 else 0
+
+    @property
+    def writable(self) -> bool:
+        """Whether the runs are one strided view without overlap."""
+        return self.step >= self.length
 
     @property
     def num_problems(self) -> int:
@@ -45,12 +52,20 @@ class Runs:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One launch. `folded` problems read the same keys and become query heads of one problem."""
+    """One launch. Problems that read the same keys become one problem: by more rows if nothing is
+    masked (`joined`), else by more query heads for each key/value head (`folded`).
+    """
 
     rows: Runs
     keys: tuple[tuple[KeySpace, Runs], ...]
     window: Window
+    joined: bool
     folded: bool
+
+    @property
+    def num_keys(self) -> int:
+        """K, the keys of one problem."""
+        return sum(runs.length for _, runs in self.keys)
 
 
 Gaps = tuple[tuple[int, int], ...]
@@ -75,14 +90,17 @@ class Schedule:
 
 
 @lru_cache(maxsize=64)
-def make_schedule(plan: RankPlan, corrupted_only: bool) -> Schedule:
-    """The schedule of `plan`; backward runs the phases and their launches in reverse."""
-    launches = plan.corrupted_launches if corrupted_only else plan.launches
+def make_schedule(plan: RankPlan, corrupted_only: bool, by_chunk: bool) -> Schedule:
+    """The schedule of `plan`; backward runs the slabs in reverse, large launches first.
+
+    `by_chunk` is for kernels that are slow on causal launches with more keys than rows (prefix.py).
+    """
+    launches = native_launches(plan, corrupted_only, by_chunk)
     first_row = plan.rows.num_clean if corrupted_only else 0
     return Schedule(
         forward=_make_pass(plan, first_row, [(x.ready, x) for x in launches]),
         backward=_make_pass(
-            plan, first_row, sorted(((x.slab, x) for x in launches[::-1]), key=lambda x: -x[0])
+            plan, first_row, sorted(((x.slab, x) for x in launches), key=lambda x: -x[0])
         ),
         first_row=first_row,
     )
@@ -136,16 +154,18 @@ def _make_pass(plan: RankPlan, first_row: int, launches: Iterable[tuple[Phase, L
     }
     steps: dict[Phase, list[Step]] = {phase: [] for phase in Phase}
     for phase, launch in launches:
-        folded = _shares_keys(launch)
+        shared = shares_keys(launch)
+        unmasked = launch.left < 0 and launch.right < 0
         written = []
         for run in launch.keys:
-            starts = run.starts[:1] if folded else run.starts
+            starts = run.starts[:1] if shared else run.starts
             written.append((run.space, keys[run.space].write(starts, run.length)))
         step = Step(
             rows.write(launch.rows - first_row, launch.num_rows),
             tuple(written),
             Window(launch.left, launch.right),
-            folded,
+            joined=shared and unmasked,
+            folded=shared and not unmasked,
         )
         steps[phase].append(step)
     return Pass(
@@ -153,8 +173,3 @@ def _make_pass(plan: RankPlan, first_row: int, launches: Iterable[tuple[Phase, L
         rows.gaps(),
         {space: found.gaps() for space, found in keys.items()},
     )
-
-
-def _shares_keys(launch: Launch) -> bool:
-    starts = [run.starts for run in launch.keys]
-    return launch.num_problems > 1 and all((s == s[0]).all() for s in starts)

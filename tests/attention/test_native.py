@@ -12,10 +12,13 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from megatron_bp.attention import schedule
 from megatron_bp.attention.block_parallel import AttentionOptions, block_parallel_attention
 from megatron_bp.attention.contract import Strategy
+from megatron_bp.attention.prefix import native_launches
 from megatron_bp.attention.reference import reference_attention
 from megatron_bp.comm.groups import BlockGroups, LocalGroup
+from megatron_bp.layout.decomposition import Launch
 from megatron_bp.layout.plan import PlanRequest, RankPlan, make_plan
 from megatron_bp.layout.visibility import CleanRule, CorruptedRule
 from tests.layout.test_decomposition import requests
@@ -110,10 +113,13 @@ def close(got: list[Tensor], exact: list[Tensor]) -> None:
 @settings(max_examples=40, deadline=None)
 @given(requests())
 def test_any_plan_equals_the_dense_reference(request: PlanRequest) -> None:
+    """By chunk (the dense kernel) and with the plan's own launches (the other one)."""
     alone_request = alone(request)
     plan = make_plan(alone_request, alone_request.num_ranks - 1)
     x = sample(alone_request)
-    close(run(plan, x), want(plan, x))
+    exact = want(plan, x)
+    for kernel in ("dense", "sdpa_cpu"):
+        close(run(plan, x, replace(NATIVE, kernel=kernel)), exact)
 
 
 @settings(max_examples=15, deadline=None)
@@ -143,18 +149,26 @@ def test_padding_rows_give_zero_and_get_no_gradient() -> None:
         assert (result[padding] == 0).all()
 
 
-def test_launches_in_reverse_order_give_the_same_result() -> None:
+def run_launches(
+    plan: RankPlan, launches: tuple[Launch, ...], patch: pytest.MonkeyPatch
+) -> list[Tensor]:
+    """`run` with these launches instead of the plan's own."""
+    patch.setattr(schedule, "native_launches", lambda *_: launches)
+    return run(replace(plan), sample(plan.request))  # a copy: schedules are cached by plan
+
+
+def test_launches_in_reverse_order_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(replace(FULL, clean_rule=CleanRule.BLOCK_CAUSAL), 0)
-    x = sample(FULL)
-    close(run(replace(plan, launches=plan.launches[::-1]), x), run(plan, x))
+    forward = run(plan, sample(plan.request))
+    close(run_launches(plan, native_launches(plan, False, True)[::-1], monkeypatch), forward)
 
 
-def test_a_dropped_launch_is_noticed() -> None:
+def test_a_dropped_launch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(FULL, 0)
-    x = sample(FULL)
-    for dropped in range(len(plan.launches)):
-        rest = plan.launches[:dropped] + plan.launches[dropped + 1 :]
-        error = run(replace(plan, launches=rest), x)[0] - want(plan, x)[0]
+    launches = native_launches(plan, False, True)
+    for dropped in range(len(launches)):
+        rest = launches[:dropped] + launches[dropped + 1 :]
+        error = run_launches(plan, rest, monkeypatch)[0] - want(plan, sample(FULL))[0]
         assert error.abs().max() > 1e-3
 
 

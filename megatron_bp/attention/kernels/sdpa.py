@@ -114,9 +114,9 @@ class SdpaKernel:
 
 def _fits_cudnn(q: Tensor, k: Tensor, window: Window) -> bool:
     """Whether cuDNN serves: no window, a problem of some size, Hopper or later."""
-    large = q.shape[1] >= 128 and k.shape[1] >= q.shape[1]
-    major, _ = torch.cuda.get_device_capability(q.device)
-    return window.left < 0 and window.right <= 0 and large and major >= 9
+    rows, keys = q.shape[1], k.shape[1]
+    plain = window == (-1, -1) or (window == (-1, 0) and keys >= rows)
+    return plain and min(rows, keys) >= 128 and torch.cuda.get_device_capability(q.device)[0] >= 9
 
 
 def _flash_backward(

@@ -53,7 +53,9 @@ class _Form:
     def of(q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float) -> "_Form":
         left, right = window
         mask: dict[str, Any] = {"attn_scale": scale}
-        if right == 0:
+        if left < 0 and right == 0 and q.shape[1] == k.shape[1]:
+            mask |= {"attn_mask_type": "causal", "window_size": (-1, 0)}
+        elif right == 0:
             mask |= {"attn_mask_type": "causal_bottom_right", "window_size": (left, 0)}
         elif left < 0:
             mask |= {"attn_mask_type": "no_mask", "window_size": (-1, -1)}

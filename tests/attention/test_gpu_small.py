@@ -1,0 +1,12 @@
+"""The small-problem kernel, compiled, in bf16: the same cases as in the interpreter."""
+
+import pytest
+import torch
+
+from tests.attention.test_small import check_all
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_small_problems_equal_the_dense_kernel() -> None:
+    check_all("cuda", torch.bfloat16, 4e-2)  # a few bf16 roundings of numbers up to about 4

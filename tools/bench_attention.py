@@ -1,0 +1,131 @@
+#!/usr/bin/env python
+"""Benchmark one rank's block-parallel attention beside FlexAttention and dense ceilings.
+
+    tools/bench_attention.py --shape nemotron-8b --length 65536 262144 --ranks 8 --rank 3 \
+        --run native/flash4 flex dense/flash4 --json out.json --plot out.png
+
+A run is native/KERNEL, interval/KERNEL, dense/KERNEL (the ceiling with as many pairs) or flex.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from megatron_bp.attention import bench
+from megatron_bp.attention.contract import Strategy
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Arguments."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    p.add_argument("--shape", nargs="+", default=["nemotron-8b"], choices=list(bench.SHAPES))
+    p.add_argument("--length", nargs="+", type=int, default=[65536], help="L, in tokens")
+    p.add_argument("--ranks", type=int, default=8, help="P")
+    p.add_argument("--rank", nargs="+", type=int, default=[3])
+    p.add_argument("--views", type=int, default=1)
+    p.add_argument("--block", type=int, default=0, help="tokens; 0 is the shape's own")
+    p.add_argument("--window", type=int, default=-1, help="tokens; -1 is the shape's own")
+    p.add_argument("--run", nargs="+", default=["native/flash4", "flex", "dense/flash4"])
+    p.add_argument("--repeats", type=int, default=7)
+    p.add_argument("--graphs", action="store_true", help="time replays of CUDA graphs")
+    p.add_argument("--check", action="store_true", help="errors against fp32 at L 2048, P 2")
+    p.add_argument("--profile", action="store_true", help="time of each device kernel")
+    p.add_argument("--json", type=Path)
+    p.add_argument("--plot", type=Path, help="PNG of TFLOP/s against L")
+    p.add_argument("--read", nargs="+", type=Path, help="plot these JSON files; measure nothing")
+    return p.parse_args(argv)
+
+
+def cases(args: argparse.Namespace) -> list[tuple[str, bench.Case]]:
+    """Every combination asked for."""
+    found = []
+    for name in args.shape:
+        shape = bench.SHAPES[name]
+        if args.block:
+            shape = replace(shape, block_size=args.block)
+        if args.window >= 0:
+            shape = replace(shape, window=args.window)
+        found += [
+            (name, bench.Case(shape, length, args.ranks, rank, args.views))
+            for length in args.length
+            for rank in args.rank
+        ]
+    return found
+
+
+def measure(run: str, case: bench.Case, args: argparse.Namespace) -> dict[str, object]:
+    """One line of the table."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    kind, _, kernel = run.partition("/")
+    clock = bench.Clock(args.repeats, args.graphs)
+    if kind == "flex":
+        return dict(bench.measure_flex(case, device, clock).as_dict())
+    if kind == "dense":
+        return dict(bench.measure_dense(kernel, case, device, clock).as_dict())
+    layer = bench.Layer(case, Strategy(kind), kernel)
+    line: dict[str, object] = dict(bench.measure_layer(layer, device, clock).as_dict())
+    if args.check:
+        small = replace(layer, case=replace(case, length=2048, num_ranks=2, rank=1))
+        line["errors"] = bench.errors(small, device, torch.bfloat16)
+    if args.profile:
+        line["kernels"] = bench.kernel_times(layer, device)
+        line["wire_copies_ms"] = bench.wire_copies_ms(case, device, clock)
+    return line
+
+
+def show(head: dict[str, object], line: dict[str, object]) -> None:
+    """Print one line of the table, and errors and kernel times where they were asked for."""
+    start = "{shape:24}{length:8}{rank:5} {run:22}".format(**head)
+    if "failed" in line:
+        print(f"{start} failed: {line['failed']}", flush=True)
+        return
+    f = {k: float(str(v)) for k, v in line.items() if isinstance(v, float)}
+    print(f"{start}{f['forward_ms']:9.3f}{f['backward_ms']:9.3f}{f['forward_tflops']:6.0f}"
+          f"{f['backward_tflops']:6.0f}{f['tflops']:6.0f}     {f['peak_gib']:7.2f}",
+          flush=True)  # fmt: skip
+    for key in ("errors", "kernels", "wire_copies_ms"):
+        if key in line:
+            print("   ", key, {k: f"{v:.2e}" for k, v in dict(line[key]).items()})  # type: ignore[call-overload]
+
+
+def main(argv: list[str]) -> None:
+    """Measure, print, write; or only plot what earlier runs wrote."""
+    args = parse(argv)
+    if args.read:
+        lines = [x for path in args.read for x in json.loads(path.read_text())["results"]]
+        bench.plot(lines, args.plot)
+        return
+    lines = []
+    print(f"{'shape':24}{'L':>8}{'rank':>5} {'run':22}{'fwd ms':>9}{'bwd ms':>9}"
+          f"{'fwd':>6}{'bwd':>6}{'f+b':>6} TF/s{'GiB':>7}")  # fmt: skip
+    for name, case in cases(args):
+        for run in args.run:
+            head = {"shape": name, "length": case.length, "rank": case.rank, "run": run}
+            torch.cuda.empty_cache()
+            try:
+                line = measure(run, case, args)
+            except Exception as error:  # one run that fails must not end the others
+                line = {"failed": str(error)[:300]}
+            lines.append({**head, "views": case.num_views, **line})
+            show(head, line)
+    if args.json:
+        record = {
+            "command": shlex.join(["tools/bench_attention.py", *argv]),
+            "device": torch.cuda.get_device_name(),
+            "versions": bench.versions(),
+            "results": lines,
+        }
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    if args.plot:
+        bench.plot(lines, args.plot)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
