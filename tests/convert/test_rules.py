@@ -11,7 +11,10 @@ from megatron_bp.convert.rules import (
     check_bijection,
     clip,
     concat_rows,
+    interleave_gated_groups,
     interleave_groups,
+    interleave_in,
+    take_rows,
     target_rows,
 )
 
@@ -56,6 +59,39 @@ def test_interleave_groups_refuses_rows_that_do_not_divide():
 def test_check_bijection_finds_rows_left_out_or_used_twice(pieces: tuple[Piece, ...]):
     with pytest.raises(AssertionError):
         check_bijection(pieces, [3])
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
+def test_gated_groups_use_every_row_once(groups: int, heads: int, head: int):
+    rows = [2 * groups * heads * head, groups * head, groups * head]
+    pieces = interleave_gated_groups(rows, groups)
+    check_bijection(pieces, rows)
+
+
+def test_gated_groups_put_queries_before_gates():
+    # 2 groups of 2 heads of size 1; q has [query gate] a head: q0 g0 q1 g1 q2 g2 q3 g3
+    pieces = interleave_gated_groups([8, 2, 2], 2)
+    assert [(row[0], row[1]) for row in _rows(pieces)] == [
+        (0, 0), (0, 2), (0, 1), (0, 3), (1, 0), (2, 0),
+        (0, 4), (0, 6), (0, 5), (0, 7), (1, 1), (2, 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [[8, 3, 3], [8, 2, 4], [6, 2, 2]])
+def test_gated_groups_refuse_sizes_that_do_not_divide(rows: list[int]):
+    with pytest.raises(ValueError, match=f"q, k, v have {rows[0]}, {rows[1]}, {rows[2]} rows"):
+        interleave_gated_groups(rows, 2)
+
+
+def test_take_rows_takes_a_part_and_refuses_what_is_not_there():
+    assert take_rows(2, 3)([7], 1) == (Piece(0, 2, 0, 3),)
+    with pytest.raises(ValueError, match=r"rows \[5, 8\) do not exist in a source of 7 rows"):
+        take_rows(5, 3)([7], 1)
+
+
+def test_layers_may_have_their_own_number_of_groups():
+    assert interleave_in(2)([4, 2], 1) == interleave_groups([4, 2], 2)
+    assert interleave_in(1)([4, 2], 2) == interleave_groups([4, 2], 1)
 
 
 def _rows(pieces) -> list[tuple[int, int, int]]:
