@@ -55,7 +55,7 @@ def _sdar_problems(export: Export) -> list[str]:
 
 def _sdar_config(export: Export) -> dict[str, Any]:
     architecture, model_type, _ = _SDAR[export.family]
-    config = with_top_level_rope(export.config)
+    config = {"head_dim": 128, **with_top_level_rope(export.config)}  # Qwen3Config's default
     return {**config, **_remote(architecture, model_type), **_block_keys(export)}
 
 

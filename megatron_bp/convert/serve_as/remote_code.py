@@ -2,6 +2,8 @@
 
 Each config and model class is the transformers class with the same layers under another name. The
 caller gives the attention mask, as tools/block_filling.py does; decoding is the engine's business.
+The config sets rope_theta itself: SGLang 0.5.23 runs on transformers 5.19, whose configs lose it,
+and its SDAR model would take 10000.
 """
 
 from __future__ import annotations
@@ -14,9 +16,14 @@ from transformers import {base}Config
 
 
 class {config}({base}Config):
-    """{base}Config under the model type {model_type}."""
+    """{base}Config under the model type {model_type}, with rope_theta where engines look for it."""
 
     model_type = "{model_type}"
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        if getattr(self, "rope_parameters", None):  # transformers 5 keeps it there alone
+            self.rope_theta = float(self.rope_parameters["rope_theta"])
 '''
 
 _MODELING = '''"""{architecture}: {base}'s layers and names; attention_mask is [batch, 1, q, k]."""
