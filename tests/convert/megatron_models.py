@@ -116,6 +116,35 @@ def build(
     return model
 
 
+def save(model: Any, root: Path, *, homogeneous: bool) -> None:
+    """Saves the model's weights as a training run does, under `root`/iter_0000007."""
+    import argparse
+
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing, parallel_state
+
+    metadata: dict[str, Any] = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    if not homogeneous:
+        metadata["non_homogeneous_layers"] = True
+    state = {
+        "args": argparse.Namespace(bdlm_objective="none"),
+        "checkpoint_version": 3.0,
+        "iteration": 7,
+        "model": model.sharded_state_dict(metadata=metadata),
+    }
+    folder = root / "iter_0000007"
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+        (root / "latest_checkpointed_iteration.txt").write_text("7")
+    dist.barrier()
+    del metadata["dp_cp_group"]
+    dist_checkpointing.save(state, str(folder), content_metadata=metadata)
+
+
 def load(model: Any, checkpoint: Path) -> None:
     """Loads as megatron.training does: the checkpoint's own metadata and the default strictness."""
     from megatron.core import dist_checkpointing, parallel_state

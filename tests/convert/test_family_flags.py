@@ -17,7 +17,8 @@ from megatron_bp.convert.families import read_model
 from megatron_bp.convert.megatron_args import checkpoint_args, megatron_flags
 from megatron_bp.convert.plan import Layout
 from megatron_bp.convert.progress import Silent
-from tests.convert.tiny_families import YARN, make_case, write_repository
+from tests.convert.family_models import YARN
+from tests.convert.tiny_families import make_case, write_repository
 
 # What Megatron must be told beyond the sizes that all families have.
 EXPECTED: dict[str, dict[str, Any]] = {

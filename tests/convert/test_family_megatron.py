@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from megatron_bp.convert.ar_to_bdlm import ImportRequest, hf_to_mcore
+from megatron_bp.convert.export import ExportRequest, mcore_to_hf
 from megatron_bp.convert.families import read_model
 from megatron_bp.convert.hf_assets import read_config
 from megatron_bp.convert.plan import Layout, extra_state_keys
 from megatron_bp.convert.progress import Silent
 from tests.convert import megatron_models as mm
+from tests.convert.family_models import BUILDERS, YARN
 from tests.convert.family_oracles import expected_tensors
-from tests.convert.tiny_families import BUILDERS, YARN, make_case, write_repository
+from tests.convert.tiny_families import make_case, write_repository
 from tests.convert.tiny_models import read_hf, same_bits
 from tests.distributed import run_distributed
 
@@ -48,6 +50,8 @@ def _load_everywhere(rank: int, world_size: int, root: str) -> list[str]:
                 mm.load(model, Path(root) / f"{name}_{layout}" / "release")
                 case = f"{name} {layout} tp{tp} pp{pp} ep{ep} "
                 wrong += [case + x for x in _wrong(model, config, full, (tp, pp, ep))]
+                trained = Path(root) / "trained" / f"{name}-{tp}{pp}{ep}-{layout}"
+                mm.save(model, trained, homogeneous=layout is Layout.HOMOGENEOUS)
     return wrong
 
 
@@ -71,13 +75,26 @@ def _wrong(
 
 
 @pytest.mark.slow
-def test_megatron_loads_every_family_in_every_layout(tmp_path: Path):
+def test_megatron_loads_every_family_and_its_checkpoints_export_in_every_layout(tmp_path: Path):
     for name in LOADED:
         hf = write_repository(tmp_path / "hf" / name, *make_case(name))
         for layout in Layout:
             request = ImportRequest(hf, tmp_path / f"{name}_{layout}", layout, "keep", False)
             hf_to_mcore(request, Silent())
     assert run_distributed(_load_everywhere, 2, str(tmp_path), timeout=240) == [[], []]
+    trained = sorted((tmp_path / "trained").iterdir())
+    assert len(trained) == 2 * (3 * len(LOADED) + 2)
+    for number, folder in enumerate(trained):
+        name = folder.name.rpartition("-")[0].rpartition("-")[0]
+        assets = tmp_path / f"{name}_{Layout.PER_LAYER}" / "hf"
+        target = tmp_path / f"back{number}"
+        # A local-spec MoE checkpoint has one of the two names of the norm, and padded tables.
+        mcore_to_hf(
+            ExportRequest(folder, target, assets, -1, "keep", 10**9, 0, -1, False), Silent()
+        )
+        before, after = read_hf(tmp_path / "hf" / name), read_hf(target)
+        assert before.keys() == after.keys()
+        assert [key for key in before if not same_bits(before[key], after[key])] == [], folder.name
 
 
 # Tokens stay below YARN's original length: from there on llama-4 scaling, which Megatron does not
