@@ -1,4 +1,4 @@
-"""What tools/preprocess.py and megatron_bp/mcore/data_prep.py guarantee."""
+"""What tools/preprocess.py, megatron_bp/data and megatron_bp/mcore/indexed.py guarantee."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ sys.path.insert(0, str(TOOLS))
 pytest.importorskip("megatron.core", reason="owns the dataset format")
 tokenizers = pytest.importorskip("tokenizers", reason="encodes the text")
 preprocess = importlib.import_module("preprocess")
-data_prep = importlib.import_module("megatron_bp.mcore.data_prep")
+indexed = importlib.import_module("megatron_bp.mcore.indexed")
 
 TEXTS = {
     "a.py": "def f(x):\n    return x\n",
@@ -111,7 +111,7 @@ def test_literal_special_tokens_are_text_unless_asked(
 
 
 def test_workers_and_piece_sizes_do_not_change_the_result(
-    run: Callable[..., int], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., int], corpus: Path, tmp_path: Path
 ) -> None:
     lines = "".join(
         json.dumps({"text": f"line {index}\n" * index}) + "\n" for index in range(1, 30)
@@ -120,8 +120,8 @@ def test_workers_and_piece_sizes_do_not_change_the_result(
     assert run(corpus, corpus / "lines.jsonl", *PYTHON) == 0
     expected = (tmp_path / "data/set.bin").read_bytes()
     for piece_bytes in (1, 7, 100, 1000):  # boundaries fall inside, on and between lines
-        monkeypatch.setattr(data_prep, "PIECE_BYTES", piece_bytes)
-        assert run(corpus, corpus / "lines.jsonl", *PYTHON, "--overwrite") == 0
+        cut = ("--overwrite", "--piece-bytes", str(piece_bytes))
+        assert run(corpus, corpus / "lines.jsonl", *PYTHON, *cut) == 0
         assert (tmp_path / "data/set.bin").read_bytes() == expected
     arguments = ("--workers", "2", "--overwrite")
     assert run(corpus, corpus / "lines.jsonl", *PYTHON, *arguments) == 0
@@ -137,11 +137,13 @@ def test_json_lines_become_documents_and_bad_lines_are_named(
 ) -> None:
     lines = ['{"code": "one\\n"}', "", "{", '{"text": "x"}', '{"code": ""}', '{"code": "two"}']
     (corpus / "lines.jsonl").write_text("\n".join(lines))
-    assert run(corpus / "lines.jsonl", "--json-key", "code") == 0
+    assert run(corpus / "lines.jsonl", "--json-key", "code", "--on-error", "skip") == 0
     assert read_back(tmp_path / "data/set", tokenizer) == [("one\n", 0), ("two", 0)]
     printed = capsys.readouterr().out
     for reason in ("blank line", "line is not JSON", "no text under key 'code'", "empty"):
         assert f"dropped 1: {reason}" in printed
+    assert f"malformed: {corpus / 'lines.jsonl'}:3: line is not JSON" in printed
+    assert f"malformed: {corpus / 'lines.jsonl'}:4: no text under key 'code'" in printed
 
 
 def test_summary_counts_documents_tokens_and_drops(
@@ -157,7 +159,7 @@ def test_summary_counts_documents_tokens_and_drops(
 
 def test_histogram_covers_every_document_once() -> None:
     lengths = (1, 2, 3, 4, 7, 8, 1000)
-    rows = data_prep.Summary(lengths, 0, 0, {}).histogram()
+    rows = indexed.Summary(lengths, 0, 0, {}, {}, ()).histogram()
     assert rows[0] == (1, 2, 1)
     assert rows[-1] == (512, 1024, 1)
     for lo, hi, count in rows:
@@ -172,7 +174,7 @@ def test_text_that_the_tokenizer_cannot_spell_is_reported_or_dropped(
     arguments = [str(tmp_path / "set"), str(corpus), "--glob", "[ab].py", "--tokenizer", str(poor)]
     (corpus / "b.py").write_text("fine")
     assert preprocess.main(arguments) == 0
-    assert "warning: 1 documents kept" in capsys.readouterr().out
+    assert "1 warning: tokens do not decode to the text (kept)" in capsys.readouterr().out
     assert preprocess.main([*arguments, "--overwrite", "--drop-lossy"]) == 0
     assert "dropped 1: tokens do not decode to the text" in capsys.readouterr().out
     assert read_back(tmp_path / "set", poor) == [("fine", 0)]
