@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_bp.convert.ar_to_bdlm import ImportRequest, hf_to_mcore
+from megatron_bp.convert.ar_to_bdlm import ImportRequest, ar_to_bdlm, hf_to_mcore
+from megatron_bp.convert.bdlm_settings import BdlmSettings
 from megatron_bp.convert.export import ExportRequest, mcore_to_hf
+from megatron_bp.convert.mask_wish import MaskWish
 from megatron_bp.convert.plan import Layout
 from megatron_bp.convert.progress import Silent
 from megatron_bp.convert.torch_dist_io import TorchDistReader
@@ -48,3 +50,49 @@ def test_a_family_becomes_its_megatron_tensors_and_comes_back_bit_by_bit(
     assert after.keys() == tensors.keys()
     assert [key for key in tensors if not same_bits(tensors[key], after[key])] == []
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
+
+
+@pytest.mark.parametrize("name", ["qwen2-untied", "qwen3_moe-fused", "mistral3-tied"])
+def test_uniform_families_go_through_the_homogeneous_layout(tmp_path: Path, name: str):
+    config, tensors = make_case(name)
+    hf = write_repository(tmp_path / "hf", config, tensors)
+    reader = TorchDistReader(_there(hf, tmp_path / "m", Layout.HOMOGENEOUS) / "release")
+    assert reader.tensors["decoder.layers.mlp.linear_fc1.layer_norm_weight"].shape == (2, 48)
+    after = _back(tmp_path / "m", tmp_path / "back")
+    assert after.keys() == tensors.keys()
+    assert [key for key in tensors if not same_bits(tensors[key], after[key])] == []
+
+
+@pytest.mark.parametrize("name", ["qwen3_5-untied", "gemma4-tied", "dflash"])
+def test_families_whose_layers_differ_refuse_the_homogeneous_layout(tmp_path: Path, name: str):
+    hf = write_repository(tmp_path / "hf", *make_case(name))
+    with pytest.raises(ValueError, match="per_layer"):
+        _there(hf, tmp_path / "m", Layout.HOMOGENEOUS)
+
+
+@pytest.mark.parametrize(
+    ("name", "tables"),
+    [
+        ("mistral3-untied", ("language_model.model.embed_tokens", "language_model.lm_head")),
+        ("mistral3-tied", ("language_model.model.embed_tokens",)),
+        ("nemotron-untied", ("encoder.embed_tokens", "diffusion_head")),
+        ("qwen3_5-released", ("model.language_model.embed_tokens", "lm_head")),
+        ("qwen3_moe-fused", ("model.embed_tokens", "lm_head")),
+    ],
+)
+def test_a_mask_row_is_written_in_the_familys_own_tables(
+    tmp_path: Path, name: str, tables: tuple[str, ...]
+):
+    config, tensors = make_case(name)
+    hf = write_repository(tmp_path / "hf", config, tensors)
+    request = ImportRequest(hf, tmp_path / "m", Layout.PER_LAYER, "keep", overwrite=False)
+    settings = BdlmSettings("standard", 8, "token_causal", "", -1)
+    ar_to_bdlm(request, settings, MaskWish("", 100, resize=False, init="mean"), Silent())
+    after = _back(tmp_path / "m", tmp_path / "back")
+    assert after.keys() == tensors.keys()
+    changed = {key for key in tensors if not same_bits(tensors[key], after[key])}
+    assert changed == {f"{table}.weight" for table in tables}
+    for key in changed:
+        assert same_bits(after[key][:100], tensors[key][:100])
+        mean = tensors[key][:100].double().mean(0).float().bfloat16()
+        assert same_bits(after[key][100], mean)
