@@ -132,6 +132,16 @@ class BlockParallelConfig:
         "reads (their keys and values stay). Default on: it changes no result. Without effect with "
         "--num-experts or a next-token loss, which read them.",
     )
+    bdlm_lora_rank: int = _knob(
+        0,
+        "Rank of the low-rank adapters on attention and MLP linear layers; the base model, given "
+        "as --pretrained-checkpoint (or --load with --finetune), is frozen, and --save and --load "
+        "hold adapters only. A usual rank is 16. Default 0: no adapters, every weight is trained.",
+    )
+    bdlm_lora_alpha: float = _knob(
+        32.0,
+        "What adapters are scaled by, times their rank. Default 32: twice the usual rank 16.",
+    )
 
     def __post_init__(self) -> None:
         problems = self.problems()
@@ -183,12 +193,21 @@ class BlockParallelConfig:
                 f"--bdlm-data {self.bdlm_data} needs a block-diffusion objective; use "
                 "--bdlm-objective standard, or drop it"
             )
+        if self.bdlm_lora_rank < 0:
+            found.append(f"--bdlm-lora-rank {self.bdlm_lora_rank} must be 0 or more; use 16")
+        if self.bdlm_lora_alpha <= 0:
+            found.append(f"--bdlm-lora-alpha {self.bdlm_lora_alpha} must be positive; use 32")
         if self.is_diffusion and self.mask_token_id < 0:
             found.append(
                 f"--bdlm-objective {self.bdlm_objective} needs --mask-token-id, the id of the "
                 "tokenizer's mask token; a checkpoint converted with tools/convert_checkpoint.py "
                 "names "
                 "it in its flags file"
+            )
+        if not self.is_diffusion and self.bdlm_lora_rank:
+            found.append(
+                f"--bdlm-lora-rank {self.bdlm_lora_rank} needs a block-diffusion objective; use "
+                "--bdlm-objective standard, or --bdlm-lora-rank 0"
             )
         if not self.is_diffusion and self.block_parallel_size != 1:
             found.append(

@@ -27,6 +27,8 @@ FROZEN = {
     "--document-positions": "restart",
     "--bdlm-length-multiple": 0,
     "--bp-prune-last-layer": True,
+    "--bdlm-lora-rank": 0,
+    "--bdlm-lora-alpha": 32.0,
 }
 
 
@@ -62,6 +64,9 @@ def test_the_default_is_stock_megatron() -> None:
         ({"bdlm_data": "sft"}, "--bdlm-data sft needs a block-diffusion objective"),
         ({"document_positions": "x"}, "--document-positions x is unknown; use one of restart, run"),
         ({"bdlm_length_multiple": -1}, "--bdlm-length-multiple -1 must be 0 (off) or positive"),
+        ({"bdlm_lora_rank": -1}, "--bdlm-lora-rank -1 must be 0 or more; use 16"),
+        ({"bdlm_lora_alpha": 0.0}, "--bdlm-lora-alpha 0.0 must be positive; use 32"),
+        ({"bdlm_lora_rank": 16}, "--bdlm-lora-rank 16 needs a block-diffusion objective"),
         ({"clean_rule": "causal"}, "use one of preset, token_causal, block_causal"),
         ({"bdlm_canvas": "black"}, "use one of preset, all_masked, seed_and_mask, uniform"),
         ({"bdlm_noise_range": "0.3"}, "--bdlm-noise-range 0.3 must be two numbers, lowest and"),

@@ -185,6 +185,12 @@ def _parts(
     from megatron_bp.mcore.model import use_block_diffusion
 
     use_block_diffusion(model_config)
+    if config.bdlm_lora_rank:
+        from megatron_bp.mcore.lora import Lora
+        from megatron_bp.mcore.lora_state import use_lora
+
+        adapters = Lora(config.bdlm_lora_rank, config.bdlm_lora_alpha, args.seed)
+        use_lora(model_config, adapters, args.bdlm_lora_base)
     rules = corruption_rules(args, config, tokenizer)
 
     def corrupted(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list[Any]:

@@ -14,6 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_bp.config import BlockParallelConfig, flag
+from megatron_bp.mcore.lora_flags import take_base
 from megatron_bp.mcore.refusals import refuse
 
 
@@ -62,6 +63,7 @@ def prepare(args: argparse.Namespace, config: BlockParallelConfig) -> None:
         args.hierarchical_context_parallel_sizes = [num_shards, num_ranks // num_shards]
     if config.bdlm_noise_seed < 0:
         args.bdlm_noise_seed = args.seed
+    take_base(args, config)
     # Megatron requires L to be a multiple of 2 * context size, a property of its own slicing; our
     # plan pads. Given as encoder_seq_length the length reaches the same places (validation copies
     # it back).

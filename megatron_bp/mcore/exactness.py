@@ -104,6 +104,8 @@ def _compare(reports: list[dict[str, Tensor]], ddp: Any, reference: Reference) -
     loss = float(total[0] / total[1].clamp(min=1e-300))
     worst, name_of_worst = 0.0, ""
     for name, parameter in ddp.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
         full = reference.grads[_full_name(name)]
         want = _shard(full, parameter, name)
         scale = float(full.abs().max()) or 1.0

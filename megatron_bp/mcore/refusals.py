@@ -14,10 +14,18 @@ from typing import Any
 
 from megatron_bp.config import BlockParallelConfig, flag, list_problems
 from megatron_bp.layout.plan import PlanRequest, make_plan
+from megatron_bp.mcore.lora_flags import lora_problems
 
 TRACKER = "latest_checkpointed_iteration.txt"
 # What decides the meaning of the weights; a resumed run must not change it unnoticed.
-KEPT_ON_RESUME = ("bdlm_objective", "block_size", "mask_token_id", "clean_rule")
+KEPT_ON_RESUME = (
+    "bdlm_objective",
+    "block_size",
+    "mask_token_id",
+    "clean_rule",
+    "bdlm_lora_rank",
+    "bdlm_lora_alpha",
+)
 
 Problems = list[str]
 
@@ -34,6 +42,7 @@ def refuse(args: argparse.Namespace, config: BlockParallelConfig) -> None:
         unverified_problems,
         data_problems,
         load_problems,
+        lora_problems,
     )
     problems = [problem for check in checks for problem in check(args, config)]
     if problems:
