@@ -35,7 +35,7 @@ from megatron_bp.convert.hf_assets import (
     write_json,
 )
 from megatron_bp.convert.hf_model import HfModel, open_hf_model
-from megatron_bp.convert.import_work import ImportWork, plan_chunks
+from megatron_bp.convert.import_work import ImportWork, Scratch, plan_chunks
 from megatron_bp.convert.jobs import run_journaled
 from megatron_bp.convert.mask_row import MaskRowSource, TensorSource
 from megatron_bp.convert.mask_wish import MaskWish, make_rows, usual_wish
@@ -177,6 +177,7 @@ def _write(
         checkpoint=partial / RELEASE_NAME,
         kept=partial / ASSETS_NAME / PASS_THROUGH_NAME,
         check_finite=request.check_finite,
+        scratch=Scratch(),
     )
     need = sum(x.num_bytes for x in work.files) + sum(x.num_bytes for x in work.shards)
     same = fingerprint(

@@ -55,12 +55,34 @@ def plan_chunks(
     return chunks
 
 
+class Scratch:
+    """Memory that one chunk after another is made in; fresh memory costs as much as the copy."""
+
+    def __init__(self) -> None:
+        """Has none yet."""
+        self._memory = bytearray()
+
+    def __reduce__(self) -> tuple[type[Scratch], tuple[()]]:
+        return Scratch, ()  # another process has its own
+
+    def take(self, chunk: Chunk) -> torch.Tensor:
+        """Returns memory for the chunk; the tensor taken before it is overwritten."""
+        if len(self._memory) < chunk.num_bytes:
+            self._memory = bytearray(chunk.num_bytes)
+        if not chunk.num_bytes:
+            return torch.empty(chunk.size, dtype=chunk.info.dtype)
+        part = memoryview(self._memory)[: chunk.num_bytes]
+        return torch.frombuffer(part, dtype=chunk.info.dtype).view(chunk.size)
+
+
 def fill_chunk(
-    source: TensorSource, chunk: Chunk, place: ChunkRows, *, check_finite: bool
+    source: TensorSource, chunk: Chunk, place: ChunkRows, out: torch.Tensor, *, check_finite: bool
 ) -> torch.Tensor:
-    """Returns the chunk's tensor. Raises: ValueError naming a tensor that has NaN or infinity."""
+    """Returns `out` filled with the chunk.
+
+    Raises: ValueError naming a tensor that has NaN or infinity.
+    """
     link, rows_lo = place.link, place.rows_lo
-    out = torch.empty(chunk.size, dtype=chunk.info.dtype)
     rows = out.view(-1, *link.row_shape)
     for piece in clip(link.pieces, rows_lo, rows_lo + rows.shape[0]):
         name = link.sources[piece.source]
@@ -93,6 +115,7 @@ class ImportWork:
     checkpoint: Path
     kept: Path
     check_finite: bool
+    scratch: Scratch
 
     def names(self) -> list[str]:
         """Returns a name for every job, in order."""
@@ -132,7 +155,11 @@ class ImportWork:
         def make_chunk(number: int) -> torch.Tensor:
             chunk = file.chunks[number]
             tensor = fill_chunk(
-                self.source, chunk, self.places[chunk], check_finite=self.check_finite
+                self.source,
+                chunk,
+                self.places[chunk],
+                self.scratch.take(chunk),
+                check_finite=self.check_finite,
             )
             advance(tensor.nbytes)
             return tensor

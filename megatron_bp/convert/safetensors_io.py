@@ -188,10 +188,9 @@ class ShardWriter:
             memory = memory[written:]
 
     def close(self) -> None:
-        """Flushes to disk. Raises: AssertionError when a row was not written, or written twice."""
+        """Puts the name right. Raises: AssertionError when a row is missing, or came twice."""
         wrong = [name for name, left in self._bytes_left.items() if left != 0]
         assert not wrong, f"{len(wrong)} tensors were not written exactly once: {wrong[:4]}"
-        os.fsync(self._stream.fileno())
         self._stream.close()
         os.replace(self._unfinished(), self._path)
 

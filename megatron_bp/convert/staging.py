@@ -72,7 +72,10 @@ class Journal:
 
 
 def open_journal(partial: Path) -> Journal:
-    """Returns the journal of a staged directory."""
+    """Returns the journal of a staged directory.
+
+    Files are not flushed to disk one by one: only `staged` does so, before the rename.
+    """
     directory = partial / _JOURNAL
     directory.mkdir(exist_ok=True)
     found = {path.stem: json.loads(path.read_text()) for path in directory.glob("*.json")}
@@ -91,7 +94,7 @@ def staged(target: Path, *, overwrite: bool, need_bytes: int, same: str = "") ->
     partial = partial_path(target)
     partial.mkdir(exist_ok=True)
     mark = partial / _PARTIAL_MARK
-    text = f"written by an interrupted conversion; safe to delete\n{same}\n"
+    text = f"written by an interrupted conversion; safe to delete\n{same} {_boot()}\n"
     with open(mark, "a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,6 +107,7 @@ def staged(target: Path, *, overwrite: bool, need_bytes: int, same: str = "") ->
         try:
             yield partial
             assert (partial / MANIFEST_NAME).is_file(), "a conversion ends by writing its manifest"
+            _to_disk(partial)
             shutil.rmtree(partial / _JOURNAL, ignore_errors=True)
             mark.unlink()
         except BaseException:
@@ -118,6 +122,19 @@ def _empty(directory: Path, but: Path) -> None:
             shutil.rmtree(path)
         elif path != but:
             path.unlink()
+
+
+def _to_disk(directory: Path) -> None:
+    for path in directory.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as stream:
+                os.fsync(stream.fileno())
+
+
+def _boot() -> str:
+    # What a killed run wrote is in the page cache; after a crash of the machine it may not be.
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.is_file() else ""
 
 
 def _swap(partial: Path, target: Path) -> None:

@@ -31,7 +31,10 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from megatron_bp.convert.torch_dist_io import Chunk
 
 MARKER = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-FILE_BYTES = 512 * 2**20
+SMALL_BYTES = 2**20
+"""Larger chunks have a file of their own, which torch writes without copying them first."""
+
+BATCH_BYTES = 64 * 2**20
 Span = tuple[int, int]
 """(offset, length) in a file, bytes."""
 
@@ -49,16 +52,18 @@ class ChunkFile:
         return sum(chunk.num_bytes for chunk in self.chunks)
 
 
-def plan_files(chunks: Sequence[Chunk], file_bytes: int = FILE_BYTES) -> tuple[ChunkFile, ...]:
-    """Returns the files for the chunks, in order, each of about `file_bytes`."""
+def plan_files(chunks: Sequence[Chunk]) -> tuple[ChunkFile, ...]:
+    """Returns the files for the chunks: one for each large chunk, batches of the small ones."""
     groups: list[list[Chunk]] = []
-    used = file_bytes
+    batch: list[Chunk] = []
     for chunk in chunks:
-        if used >= file_bytes:
-            groups.append([])
-            used = 0
-        groups[-1].append(chunk)
-        used += chunk.num_bytes
+        if chunk.num_bytes > SMALL_BYTES:
+            groups.append([chunk])
+            continue
+        if not batch or sum(x.num_bytes for x in batch) > BATCH_BYTES:
+            batch = []
+            groups.append(batch)
+        batch.append(chunk)
     return tuple(
         ChunkFile(f"__0_{number}.distcp", tuple(group)) for number, group in enumerate(groups)
     )
@@ -69,22 +74,31 @@ def write_chunks(
 ) -> list[Span]:
     """Writes one file and returns where its chunks are; `make_chunk` gets their numbers in order.
 
-    Memory holds one chunk. The file appears under its name when it is whole and on disk.
+    Memory holds one chunk. The file appears under its name when it is whole.
     """
-    spans = []
     path = directory / file.name
-    with open(_unfinished(path), "wb") as stream, _without_checksums():
-        for number, chunk in enumerate(file.chunks):
-            tensor = make_chunk(number)
-            assert tuple(tensor.shape) == chunk.size, f"{chunk.key}: {tensor.shape}, {chunk.size}"
-            assert tensor.dtype == chunk.info.dtype, f"{chunk.key}: {tensor.dtype} was not promised"
-            start = stream.tell()
-            torch.save(tensor, stream)
-            spans.append((start, stream.tell() - start))
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(_unfinished(path), path)
+    unfinished = path.with_name(path.name + ".unfinished")
+    with _without_checksums():
+        if len(file.chunks) == 1:
+            torch.save(_checked(file.chunks[0], make_chunk(0)), str(unfinished))
+            spans = [(0, unfinished.stat().st_size)]
+        else:
+            spans = []
+            with open(unfinished, "wb") as stream:
+                for number, chunk in enumerate(file.chunks):
+                    start = stream.tell()
+                    torch.save(_checked(chunk, make_chunk(number)), stream)
+                    spans.append((start, stream.tell() - start))
+    os.replace(unfinished, path)
     return spans
+
+
+def _checked(chunk: Chunk, tensor: torch.Tensor) -> torch.Tensor:
+    assert tuple(tensor.shape) == chunk.size, f"{chunk.key}: {tensor.shape} is not {chunk.size}"
+    assert tensor.dtype == chunk.info.dtype, f"{chunk.key}: {tensor.dtype} was not promised"
+    # torch.save writes the whole storage, also of a part.
+    assert tensor.untyped_storage().nbytes() == tensor.nbytes, f"{chunk.key}: part of a storage"
+    return tensor
 
 
 @contextmanager
@@ -96,10 +110,6 @@ def _without_checksums() -> Iterator[None]:
         yield
     finally:
         set_crc32_options(before)
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_name(path.name + ".unfinished")
 
 
 def finish_checkpoint(

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_bp.convert import ar_to_bdlm as imports
+from megatron_bp.convert import torch_dist_writer
 from megatron_bp.convert.ar_to_bdlm import ImportRequest, hf_to_mcore
 from megatron_bp.convert.check import inspect_directory
 from megatron_bp.convert.megatron_model import find_iteration
 from megatron_bp.convert.plan import Layout
 from megatron_bp.convert.progress import Silent
 from megatron_bp.convert.torch_dist_io import TorchDistReader
-from megatron_bp.convert.torch_dist_writer import plan_files
 from tests.convert.directories import assert_same_files
 from tests.convert.tiny_models import QWEN3, make_hf, read_hf
 
@@ -31,9 +30,9 @@ from pathlib import Path
 from megatron_bp.convert import ar_to_bdlm as imports
 from megatron_bp.convert.export import ExportRequest, mcore_to_hf
 from megatron_bp.convert.plan import Layout
-from megatron_bp.convert.torch_dist_writer import plan_files
+from megatron_bp.convert import torch_dist_writer
 what, source, target, limit = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-imports.plan_files = lambda chunks: plan_files(chunks, 20_000)
+torch_dist_writer.BATCH_BYTES = 20_000
 class Killer:
     done = 0
     def start(self, label, total_bytes): self.total = total_bytes
@@ -106,7 +105,7 @@ class Stop(Silent):
 
 @pytest.fixture
 def leave(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Path], None]:
-    monkeypatch.setattr(imports, "plan_files", lambda chunks: plan_files(chunks, 20_000))
+    monkeypatch.setattr(torch_dist_writer, "BATCH_BYTES", 20_000)
 
     def run(source: Path, target: Path) -> None:
         with monkeypatch.context() as patch:

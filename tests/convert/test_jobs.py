@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 
-from megatron_bp.convert import ar_to_bdlm as imports
+from megatron_bp.convert import torch_dist_writer
 from megatron_bp.convert.ar_to_bdlm import ImportRequest, hf_to_mcore
 from megatron_bp.convert.export import ExportRequest, mcore_to_hf
 from megatron_bp.convert.jobs import run_jobs
 from megatron_bp.convert.plan import Layout
 from megatron_bp.convert.progress import Silent
-from megatron_bp.convert.torch_dist_writer import plan_files
 from tests.convert.directories import assert_same_files
 from tests.convert.tiny_models import QWEN3, make_hf
 
@@ -76,7 +75,7 @@ def test_processes_do_every_job_and_errors_and_deaths_reach_the_caller():
 def test_both_directions_write_the_same_bytes_twice_and_with_more_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(imports, "plan_files", lambda chunks: plan_files(chunks, 20_000))
+    monkeypatch.setattr(torch_dist_writer, "BATCH_BYTES", 20_000)
     hf = make_hf(tmp_path / "hf", QWEN3)
     for name, workers in (("a", 1), ("b", 1), ("c", 2)):
         root = tmp_path / name
