@@ -84,7 +84,7 @@ def block_parallel_attention(
         arch=arch,
     )
     kernel = choose_kernel(options.kernel, need)
-    call = _Call(plan, groups, options, kernel)
+    call = _Call(plan, groups, options, kernel, q.shape[-1] < kernel.caps.rectangular_from)
     return cast(Tensor, _BlockParallelAttention.apply(q, k, v, call))
 
 
@@ -115,6 +115,7 @@ class _Call:
     groups: BlockGroups
     options: AttentionOptions
     kernel: AttentionKernel
+    by_chunk: bool
 
     @property
     def first_row(self) -> int:
@@ -122,8 +123,7 @@ class _Call:
 
     @property
     def schedule(self) -> Schedule:
-        by_chunk = not self.kernel.caps.rectangular
-        return make_schedule(self.plan, self.options.corrupted_only, by_chunk)
+        return make_schedule(self.plan, self.options.corrupted_only, self.by_chunk)
 
     def native(self) -> NativeRun:
         return NativeRun(cast(NativeKernel, self.kernel), self.options.softmax_scale)

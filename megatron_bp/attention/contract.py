@@ -61,8 +61,8 @@ class KernelCaps:
 
     `min_arch` is the lowest CUDA compute capability (major * 10 + minor), 0 where it does not
     apply; `max_arch` the highest. `writes` says that the kernel is also a WritingKernel.
-    `rectangular` says that causal launches with more keys than rows run at full speed; without it
-    they are cut into unmasked and square ones.
+    From head size `rectangular_from` on, causal launches with more keys than rows run at full
+    speed; below it they are cut into unmasked and square ones.
     """
 
     strategies: frozenset[Strategy]
@@ -76,7 +76,7 @@ class KernelCaps:
     min_arch: int = 0
     max_arch: int = 999
     writes: bool = False
-    rectangular: bool = False
+    rectangular_from: int = 1 << 30
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ that are slow on causal launches with more keys than rows (cuDNN's are), the dec
 inside each chunk as if its documents began there, and one unmasked launch, whose queries are clean
 and corrupted rows alike, takes the keys before. That also halves the passes over key gradients and
 leaves everything inside the chunk to run while keys still travel. A late chunk's keys before the
-early chunk go with the early chunk's. Windows keep the plan's launches: there is little to share.
+early chunk go with the early chunk's. Under a window there is little to share: see windows.py.
 Specified by tests/attention/test_prefix.py and tests/attention/test_block_parallel.py.
 """
 
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_bp.attention.windows import window_launches
 from megatron_bp.layout.blocks import BlockTable
 from megatron_bp.layout.decomposition import (
     Availability,
@@ -50,37 +51,11 @@ def native_launches(plan: RankPlan, corrupted_only: bool, by_chunk: bool) -> tup
     else:
         launches = list(plan.corrupted_launches if corrupted_only else plan.launches)
     if plan.request.window:
-        launches = _later_together(launches)
+        launches = window_launches(plan, launches)
     launches = [part for launch in launches for part in _evenly_spaced(launch)]
     return tuple(
         sorted(launches, key=lambda x: (x.ready, -x.num_problems * x.num_rows, x.num_problems))
     )
-
-
-def _later_together(launches: list[Launch]) -> list[Launch]:
-    """The launches, with problems of one shape that need only clean keys in one, at the last phase.
-
-    The far ends of a window are such problems: splitting them by phase gains nothing, because the
-    large launches wait for the same keys.
-    """
-    groups: dict[tuple[object, ...], list[Launch]] = defaultdict(list)
-    for launch in launches:
-        own = any(run.space is KeySpace.OWN for run in launch.keys)
-        alone = (launch.ready, launch.slab) if own else ()
-        lengths = tuple((run.space, run.length) for run in launch.keys)
-        groups[(launch.num_rows, lengths, launch.left, launch.right, *alone)].append(launch)
-    return [_together(members) for members in groups.values()]
-
-
-def _together(members: list[Launch]) -> Launch:
-    rows = np.concatenate([x.rows for x in members])
-    order = np.argsort(rows, kind="stable")
-    keys = tuple(
-        replace(run, starts=np.concatenate([x.keys[i].starts for x in members])[order])
-        for i, run in enumerate(members[0].keys)
-    )
-    ready, slab = max(x.ready for x in members), max(x.slab for x in members)
-    return replace(members[0], rows=rows[order], keys=keys, ready=ready, slab=slab)
 
 
 def _by_chunk(plan: RankPlan, corrupted_only: bool) -> list[Launch]:

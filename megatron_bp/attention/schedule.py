@@ -91,7 +91,7 @@ class Schedule:
 
 @lru_cache(maxsize=64)
 def make_schedule(plan: RankPlan, corrupted_only: bool, by_chunk: bool) -> Schedule:
-    """The schedule of `plan`; backward runs the slabs in reverse, large launches first.
+    """The schedule of `plan`; backward runs the slabs in reverse.
 
     `by_chunk` is for kernels that are slow on causal launches with more keys than rows (prefix.py).
     """
@@ -100,7 +100,7 @@ def make_schedule(plan: RankPlan, corrupted_only: bool, by_chunk: bool) -> Sched
     return Schedule(
         forward=_make_pass(plan, first_row, [(x.ready, x) for x in launches]),
         backward=_make_pass(
-            plan, first_row, sorted(((x.slab, x) for x in launches), key=lambda x: -x[0])
+            plan, first_row, [(x.slab, x) for x in _backward_order(plan, launches)]
         ),
         first_row=first_row,
     )
@@ -173,3 +173,20 @@ def _make_pass(plan: RankPlan, first_row: int, launches: Iterable[tuple[Phase, L
         rows.gaps(),
         {space: found.gaps() for space, found in keys.items()},
     )
+
+
+def _backward_order(plan: RankPlan, launches: tuple[Launch, ...]) -> list[Launch]:
+    """Late slabs first. Under a window the launches that can store most gradients come first."""
+
+    def key(launch: Launch) -> tuple[int, ...]:
+        if not plan.request.window:
+            return (-launch.slab,)
+        return -launch.slab, _keys_overlap(launch), -launch.num_problems * launch.num_rows
+
+    return sorted(launches, key=key)
+
+
+def _keys_overlap(launch: Launch) -> bool:
+    """Whether problems share keys, so that their gradients must be added rather than stored."""
+    runs = (run for run in launch.keys if not shares_keys(launch))
+    return any(bool((np.diff(np.sort(run.starts)) < run.length).any()) for run in runs)

@@ -141,6 +141,15 @@ def test_every_rank_runs_its_own_plan_with_windows_about_a_block(window: int) ->
         close(run(plan, x), want(plan, x))
 
 
+@pytest.mark.parametrize("rule", CleanRule)
+def test_large_blocks_in_a_window_are_problems_of_their_own(rule: CleanRule) -> None:
+    request = PlanRequest(length=530, block_size=128, window=200, num_ranks=2, clean_rule=rule)
+    x = sample(request)
+    for rank in range(2):
+        plan = make_plan(request, rank)
+        close(run(plan, x), want(plan, x))
+
+
 def test_padding_rows_give_zero_and_get_no_gradient() -> None:
     plan = make_plan(replace(FULL, row_multiple=16, num_ranks=2), 0)
     padding = torch.from_numpy(plan.rows.stream < 0)

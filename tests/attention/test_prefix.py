@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_bp.attention.prefix import native_launches
+from megatron_bp.attention.windows import window_launches
 from megatron_bp.layout.decomposition import KeySpace, Launch, Phase
 from megatron_bp.layout.plan import PlanRequest, RankPlan, make_plan
 from tests.layout.test_decomposition import coverage, requests
@@ -24,6 +25,18 @@ def test_launches_cover_every_allowed_pair_once_and_no_other(request: PlanReques
                 want[: plan.rows.num_clean] = 0
             mine = replace(plan, launches=native_launches(plan, corrupted_only, by_chunk))
             np.testing.assert_array_equal(coverage(mine), want)
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests())
+def test_problems_of_whole_blocks_cover_the_same_pairs(request: PlanRequest) -> None:
+    request = replace(request, window=request.window or 7)
+    for rank in range(request.num_ranks):
+        plan = make_plan(request, rank)
+        for launches in (plan.launches, plan.corrupted_launches):
+            want = coverage(replace(plan, launches=launches))
+            mine = tuple(window_launches(plan, list(launches), tile=1))
+            np.testing.assert_array_equal(coverage(replace(plan, launches=mine)), want)
 
 
 def key_slabs(plan: RankPlan, launch: Launch) -> tuple[set[int], set[int]]:
@@ -48,7 +61,10 @@ def test_launches_wait_for_their_keys_and_gradients_for_their_launches(
     for rank in range(request.num_ranks):
         plan = make_plan(request, rank)
         windowed = not hasattr(plan.exchange, "slabs")
-        for launch in native_launches(plan, False, by_chunk):
+        launches = list(native_launches(plan, False, by_chunk))
+        if request.window:
+            launches += window_launches(plan, list(plan.launches), tile=1)
+        for launch in launches:
             every, remote = key_slabs(plan, launch)
             if windowed:
                 every, remote = ({int(Phase.EARLY)} if x else set() for x in (every, remote))

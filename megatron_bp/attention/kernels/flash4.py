@@ -88,7 +88,7 @@ class Flash4Kernel:
         min_arch=90,
         max_arch=99,
         writes=True,
-        rectangular=True,
+        rectangular_from=256,  # measured: docs/bench/attention.md
     )
 
     def forward(

@@ -37,7 +37,7 @@ class SdpaCpuKernel:
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
         max_head_size=1024,
-        rectangular=True,
+        rectangular_from=1,
     )
 
     def forward(
