@@ -202,15 +202,16 @@ def _parts(
 
 def corruption_rules(args: argparse.Namespace, config: BlockParallelConfig, tokenizer: Any) -> Any:
     """Returns the rules by which this run corrupts its samples."""
+    from megatron_bp.mcore.choices import objective_of
     from megatron_bp.mcore.dataset import CorruptionRules
-    from megatron_bp.objectives.objective import make_objective
 
     return CorruptionRules(
-        objective=make_objective(config.bdlm_objective, clean_rule=config.clean_rule),
+        objective=objective_of(args, config),
         block_size=config.block_size,
         mask_token_id=config.mask_token_id,
         noise_seed=args.bdlm_noise_seed,
         end_of_document=int(tokenizer.eod),
         split_documents=args.reset_attention_mask,
         end_is_target=not args.eod_mask_loss,
+        vocab_size=vocabulary_size(args, tokenizer),
     )

@@ -18,6 +18,9 @@ from megatron_bp.layout.blocks import Spans
 from megatron_bp.layout.plan import PlanRequest
 from megatron_bp.mcore.carrier import Layout, make_layout
 from megatron_bp.mcore.dataset import CorruptionRules, Sample
+from megatron_bp.objectives.objective import NUM_BUCKETS, Objective, Scope
+
+CLEAN = NUM_BUCKETS  # the bucket of next-token targets, after those of the noise levels
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,12 +28,15 @@ class Batch:
     """A micro-batch of whole samples on this rank's device.
 
     Shapes: `streams` int64 [Z, (1 + V) * L], the clean tokens followed by those of each view;
-    `labels`, `counted` int64 and `weights` float64 [Z, V * L]; `normalizer` float64 [Z].
+    `labels`, `counted`, `bucket` int64 and `weights` float64 [Z, V * L]; `next_labels` int64
+    [Z, L]; `normalizer` float64 [Z].
     """
 
     streams: Tensor
     labels: Tensor
     counted: Tensor
+    bucket: Tensor
+    next_labels: Tensor
     weights: Tensor
     normalizer: Tensor
 
@@ -38,33 +44,66 @@ class Batch:
         """This rank's input ids, int64 [Z, T]; 0 in padding rows."""
         return self.streams[:, layout.token_index].masked_fill(layout.is_padding, 0)
 
-    def targets(self, layout: Layout) -> Targets:
-        """What this rank's corrupted rows are to learn."""
+    def targets(self, layout: Layout, objective: Objective) -> Targets:
+        """What this rank's rows are to learn; clean rows come first, if they have a loss."""
         real = ~layout.is_padding[layout.plan.rows.num_clean :]
         weights = self.weights[:, layout.target_index] * real
-        return Targets(
+        views = Targets(
             labels=self.labels[:, layout.target_index].t(),
-            weights=weights.t(),
+            weights=self._diffusion_weights(weights, objective).t(),
             is_target=(weights > 0).t(),
+            bucket=self.bucket[:, layout.target_index].t(),
             num_counted=(self.counted[:, layout.target_index] * real).sum(),
             num_rows=real.sum() * len(self.weights),
-            normalizer=self.normalizer,
+        )
+        return self._with_clean_rows(views, layout, objective) if objective.learns_clean else views
+
+    def _diffusion_weights(self, weights: Tensor, objective: Objective) -> Tensor:
+        if objective.scope is Scope.EXAMPLE:
+            weights = weights / self.normalizer.clamp(min=1)[:, None]
+        return weights * objective.diffusion_loss_weight
+
+    def _with_clean_rows(self, views: Targets, layout: Layout, objective: Objective) -> Targets:
+        """Adds the next-token targets of clean rows, dealt over the ranks that hold the same rows.
+
+        A target counts on one rank; dealing spreads the head's work.
+        """
+        num_clean, groups = layout.plan.rows.num_clean, layout.groups
+        labels = self.next_labels[:, layout.token_index[:num_clean]]
+        turn = torch.arange(num_clean, device=labels.device) % groups.clean_replicas.size()
+        mine = (turn == groups.clean_replica) & ~layout.is_padding[:num_clean]
+        is_target = (labels >= 0) & mine
+        weights = torch.full_like(self.normalizer, objective.ar_loss_weight)
+        if objective.scope is Scope.EXAMPLE:
+            weights = weights / (self.next_labels >= 0).sum(1).clamp(min=1)
+        weights = weights[:, None].expand_as(labels)
+        return Targets(
+            labels=torch.cat([labels.clamp(min=0).t(), views.labels]),
+            weights=torch.cat([weights.t(), views.weights]),
+            is_target=torch.cat([is_target.t(), views.is_target]),
+            bucket=torch.cat([torch.full_like(labels, CLEAN).t(), views.bucket]),
+            num_counted=views.num_counted,
+            num_rows=views.num_rows,
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What corrupted rows are to learn; rows first, as in Megatron's hidden states.
+    """What the last rows of a rank are to learn; rows first, as in Megatron's hidden states.
 
-    Shapes: `labels`, `weights`, `is_target` [num_corrupted, Z]; `normalizer` [Z]; the counts [].
+    `weights` are the factors of the rows' cross-entropies in the sum that is the objective (its
+    normalizers included, if they are the samples' own). `bucket` is the quarter of the noise levels
+    that a target's token is in, `CLEAN` for the next-token targets of clean rows.
+
+    Shapes: `labels`, `weights`, `is_target`, `bucket` [rows, Z]; the counts [], of corrupted rows.
     """
 
     labels: Tensor
     weights: Tensor
     is_target: Tensor
+    bucket: Tensor
     num_counted: Tensor
     num_rows: Tensor
-    normalizer: Tensor
 
 
 def receive_batch(
@@ -80,11 +119,12 @@ def receive_batch(
     """
     num_samples, num_views, length = shape
     columns = num_views * length
-    ints = torch.empty(num_samples, length + 3 * columns, dtype=torch.int64, device=device)
+    widths = [length + columns, columns, columns, columns, length]
+    ints = torch.empty(num_samples, sum(widths), dtype=torch.int64, device=device)
     floats = torch.empty(num_samples, columns + 1, dtype=torch.float64, device=device)
     if dist.get_rank() == source:
         sample = next(samples)
-        names = ("clean", "corrupted", "labels", "counted")
+        names = ("clean", "corrupted", "labels", "counted", "bucket", "next_labels")
         packed = torch.cat([sample[name].flatten(1).long() for name in names], 1)
         if packed.shape != ints.shape:
             raise ValueError(
@@ -97,8 +137,7 @@ def receive_batch(
     if group.size() > 1:
         dist.broadcast(ints, source, group=group)
         dist.broadcast(floats, source, group=group)
-    streams, labels, counted = ints.split([length + columns, columns, columns], 1)
-    return Batch(streams, labels, counted, floats[:, :-1], floats[:, -1])
+    return Batch(*ints.split(widths, 1), weights=floats[:, :-1], normalizer=floats[:, -1])
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class CorruptionRules:
 
     `end_of_document` is the token id that ends a document. `split_documents` keeps documents of one
     sample apart (--reset-attention-mask); `end_is_target` is false under --eod-mask-loss.
+    `vocab_size` bounds the random tokens of a uniform canvas, which alone needs it.
     """
 
     objective: Objective
@@ -43,6 +44,7 @@ class CorruptionRules:
     end_of_document: int
     split_documents: bool
     end_is_target: bool
+    vocab_size: int = 0
 
     def documents(self, tokens: np.ndarray) -> Spans:
         """Returns the spans of a sample's documents; each ends with its end token."""
@@ -55,7 +57,8 @@ class CorruptionRules:
     def sample(self, clean: Sample, index: int, is_padding: bool) -> Sample:
         """Returns the corrupted sample of one item of a GPT dataset.
 
-        Shapes: clean [L]; corrupted, labels, weights, counted [V, L]; normalizer [].
+        Shapes: clean, next_labels [L]; corrupted, labels, weights, counted, bucket [V, L];
+        normalizer [].
         """
         tokens = clean["tokens"].numpy()
         corruption = corrupt(
@@ -66,6 +69,7 @@ class CorruptionRules:
             mask_token_id=self.mask_token_id,
             seed=self.noise_seed,
             sample_index=index,
+            vocab_size=self.vocab_size,
         )
         return {
             "clean": clean["tokens"],
@@ -73,6 +77,8 @@ class CorruptionRules:
             "labels": torch.from_numpy(corruption.labels),
             "weights": torch.from_numpy(corruption.weights),
             "counted": torch.from_numpy(corruption.counted),
+            "bucket": torch.from_numpy(corruption.bucket),
+            "next_labels": torch.from_numpy(corruption.next_labels),
             "normalizer": torch.tensor(corruption.normalizer),
         }
 

@@ -8,6 +8,7 @@ tests/mcore/test_forward_step.py.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,31 +27,37 @@ from megatron_bp.attention.block_parallel import AttentionOptions, GradWire
 from megatron_bp.attention.contract import Strategy
 from megatron_bp.config import BlockParallelConfig
 from megatron_bp.layout.plan import PlanRequest
-from megatron_bp.mcore.batch import Batch, LayoutSource, Targets, receive_batch
+from megatron_bp.mcore.batch import CLEAN, Batch, LayoutSource, Targets, receive_batch
 from megatron_bp.mcore.carrier import Layout, make_layout, make_params
 from megatron_bp.mcore.dataset import CorruptionRules, Sample
 from megatron_bp.mcore.model import local_row_mask
 from megatron_bp.mcore.parallel_state import make_block_groups
+from megatron_bp.objectives.accuracy import label_wins
 from megatron_bp.objectives.loss import LOCAL, LossOptions, linear_cross_entropy
+from megatron_bp.objectives.objective import Objective, Scope
+
+
+# What the head returns: the weighted sum, each target's loss, and whether its label won (evaluation).
+Scores = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class TargetHead:
     """What the output processor needs: which rows are targets, and how the loss is computed."""
 
-    layout: Layout
     targets: Targets
     num_valid_vocab: int
     excluded_id: int
     chunk_rows: int
+    with_accuracy: bool
 
 
-def target_losses(
+def score_targets(
     *, hidden_states: Tensor, output_layer: Any, output_weight: Any, context: Any, **_: Any
-) -> Tensor:
-    """Returns the cross-entropy of each target row [R] (GPTModel's output processor).
+) -> Scores:
+    """Returns sum(weight * loss), the losses [R] and right answers [R] (an output processor).
 
-    R may be 0; the result then still hangs on the graph, so that every rank takes part in backward.
+    R may be 0; the sum then still hangs on the graph, so that every rank takes part in backward.
     """
     head: TargetHead = context
     group = parallel_state.get_tensor_model_parallel_group()
@@ -61,20 +68,22 @@ def target_losses(
             hidden_states, tensor_parallel_output_grad=False
         )
     weight = output_layer.weight if output_weight is None else output_weight
-    corrupted = hidden_states[-head.layout.num_corrupted :]
+    is_target, labels = head.targets.is_target, head.targets.labels
+    rows = hidden_states[-len(is_target) :][is_target].to(weight.dtype)
     options = LossOptions(
         vocab_start=group.rank() * len(weight),
         num_valid_vocab=head.num_valid_vocab,
         excluded_id=head.excluded_id,
         chunk_rows=head.chunk_rows,
     )
-    return linear_cross_entropy(
-        corrupted[head.targets.is_target].to(weight.dtype),
-        weight,
-        head.targets.labels[head.targets.is_target],
-        options=options,
-        group=group if group.size() > 1 else LOCAL,
-    )
+    over = group if group.size() > 1 else LOCAL
+    operands = (rows, weight, labels[is_target])
+    losses = linear_cross_entropy(*operands, options=options, group=over)
+    total = (losses.double() * head.targets.weights[is_target]).sum()
+    wins = is_target.new_empty(0)
+    if head.with_accuracy:
+        wins = label_wins(*operands, options=options, group=over)
+    return total, losses.detach(), wins
 
 
 class DiffusionForwardStep:
@@ -89,14 +98,13 @@ class DiffusionForwardStep:
     ) -> None:
         self.args, self.config, self.rules = args, config, rules
         self.num_valid_vocab = num_valid_vocab
-        self._step_end = time.perf_counter()
-        self._was_training = False
+        self._last_training = math.nan  # when the last micro-batch ended, if it was a training one
 
-    def __call__(self, data_iterator: Iterator[Sample], model: Any) -> tuple[Tensor, partial[Any]]:
+    def __call__(self, data_iterator: Iterator[Sample], model: Any) -> tuple[Any, partial[Any]]:
         """Returns the model's output and the function that makes a loss of it."""
         training = model.training
-        if training != self._was_training:  # time outside of training is not a step's
-            self._step_end, self._was_training = time.perf_counter(), training
+        if not training:
+            self._last_training = math.nan
         timers = get_timers()
         vp_stage = get_attr_wrapped_model(model, "vp_stage")
         if not is_first_or_last_pipeline_stage(vp_stage) and not self.rules.split_documents:
@@ -107,23 +115,23 @@ class DiffusionForwardStep:
         batch = self._receive(data_iterator, training)
         layout = self.layouts.of(batch)
         timers("batch-generator").stop()
-        targets = batch.targets(layout)
+        targets = batch.targets(layout, self.rules.objective)
         output = model(
             batch.tokens(layout),
             layout.position.expand(len(batch.streams), -1),
             None,
             packed_seq_params=make_params(layout),
-            output_processor=target_losses,
+            output_processor=score_targets,
             output_processor_context=TargetHead(
-                layout,
                 targets,
                 self.num_valid_vocab,
                 self.rules.mask_token_id if self.rules.objective.exclude_mask_logit else -1,
                 self.config.bp_loss_chunk_rows,
+                with_accuracy=not training,
             ),
             **self._row_mask(layout, len(batch.streams), vp_stage),
         )
-        return output, partial(self._loss, targets, training)
+        return output, partial(self._loss, targets, len(batch.streams), training)
 
     @cached_property
     def layouts(self) -> LayoutSource:
@@ -151,8 +159,10 @@ class DiffusionForwardStep:
             deterministic=args.deterministic_mode,
         )
         # Experts balance the load of all rows: their auxiliary loss reads the last layer's clean
-        # rows too, so these are computed.
-        prune = self.config.bp_prune_last_layer and not args.num_experts
+        # rows too, so these are computed; as for a next-token loss.
+        prune = self.config.bp_prune_last_layer and not (
+            args.num_experts or objective.learns_clean
+        )
         common = make_layout(request, groups, options, prune, _device())
         return LayoutSource(common, self.rules)
 
@@ -184,40 +194,67 @@ class DiffusionForwardStep:
         dealt = self.args.sequence_parallel and not is_first
         return {"padding_mask": local_row_mask(layout.moe_ignores(), num_samples, dealt)}
 
-    def _loss(self, targets: Targets, training: bool, losses_R: Tensor) -> tuple[Any, ...]:
+    def _loss(
+        self, targets: Targets, num_samples: int, training: bool, scores: Scores
+    ) -> tuple[Any, ...]:
         """Returns what Megatron's schedules take: (loss, report), or (sum, count, report).
 
-        loss = mean over samples of sum over rows (weight * cross-entropy) / max(normalizer, 1)
-        is this rank's part of it; Megatron's factors (times P, then averaged over data and context
-        ranks) make it the sum over the context group and the mean over data ranks.
+        loss = mean over samples of the objective's loss of a sample; this is this rank's part of
+        it. Megatron's factors (times P, then averaged over data and context ranks) make it the sum
+        over the context group and the mean over data ranks. With scope GLOBAL it is a sum, and
+        Megatron divides by the counts of all ranks and micro-batches.
         """
-        weighted = losses_R.double() * targets.weights[targets.is_target]
-        num_samples = len(targets.normalizer)
-        per_token = self.args.calculate_per_token_loss
-        if per_token:
-            loss, count = weighted.sum(), targets.num_counted.double()
+        loss = scores[0]
+        per_batch = self.rules.objective.scope is Scope.GLOBAL
+        if per_batch:
+            count = targets.num_counted.double()
         else:
-            normalizer = targets.normalizer.clamp(min=1).expand_as(targets.weights)
-            loss = (weighted / normalizer[targets.is_target]).sum() / num_samples
-            count = torch.ones_like(targets.normalizer[0]) / self.layouts.common.groups.num_ranks
+            loss = loss / num_samples
+            count = torch.ones_like(loss) / self.layouts.common.groups.num_ranks
         if self.args.check_for_nan_in_loss_and_grad:
             _refuse_not_finite(loss)
         report = {"bdlm loss": torch.stack([loss.detach(), count])}
+        report |= target_report(targets, scores, self.rules.objective)
         if training:
-            report["masked fraction"] = torch.stack(
-                [targets.is_target.sum().double(), targets.num_rows.double()]
-            )
-            report["tokens per second"] = self._throughput(num_samples, loss.device)
-        if per_token:
+            report |= self._throughput(num_samples, loss.device)
+        if per_batch:
             return loss, targets.num_counted.to(torch.int), report
         return loss, report
 
-    def _throughput(self, num_samples: int, device: torch.device) -> Tensor:
-        """(Clean tokens of all data ranks, seconds) since the last micro-batch."""
+    def _throughput(self, num_samples: int, device: torch.device) -> dict[str, Tensor]:
+        """(Clean tokens of all data ranks, seconds) since the training micro-batch before.
+
+        Nothing after the start or an evaluation: the time since then is no step's.
+        """
         now = time.perf_counter()
-        seconds, self._step_end = now - self._step_end, now
+        seconds, self._last_training = now - self._last_training, now
+        if math.isnan(seconds):
+            return {}
         tokens = num_samples * self.args.seq_length * self.args.data_parallel_size
-        return torch.tensor([tokens, seconds], dtype=torch.float64, device=device)
+        pair = torch.tensor([tokens, seconds], dtype=torch.float64, device=device)
+        return {"tokens per second": pair}
+
+
+def target_report(targets: Targets, scores: Scores, objective: Objective) -> dict[str, Tensor]:
+    """Returns pairs (sum, count) of this rank; Megatron adds both up before it divides.
+
+    A quarter of the noise levels without a target in the whole batch is reported as NaN.
+    """
+    _, losses, wins = scores
+    bucket = targets.bucket[targets.is_target]
+    sums = torch.zeros(CLEAN + 1, dtype=torch.float64, device=losses.device)
+    counts = sums.index_add(0, bucket, torch.ones_like(losses, dtype=torch.float64))
+    pairs = torch.stack([sums.index_add(0, bucket, losses.double()), counts], 1)
+    masked = counts[:CLEAN].sum()
+    report = {"masked fraction": torch.stack([masked, targets.num_rows.double()])}
+    for pair, (lo, hi) in zip(pairs, objective.bucket_bounds, strict=False):
+        report[f"loss at t {lo:.2f}-{hi:.2f}"] = pair
+    if objective.learns_clean:
+        report["next token loss"] = pairs[CLEAN]
+    if len(wins) == len(bucket) > 0 or not torch.is_grad_enabled():
+        right = (wins & (bucket < CLEAN)).sum().double()
+        report["masked token accuracy"] = torch.stack([right, masked])
+    return report
 
 
 def _refuse_not_finite(loss: Tensor) -> None:

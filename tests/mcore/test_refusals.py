@@ -42,6 +42,14 @@ CASES = {
     "--position-embedding-type mrope": "use rope",
     "--num-experts 2 --calculate-per-token-loss": "drop --calculate-per-token-loss",
     "--spec a b": "drop --spec",
+    "--bdlm-ar-loss-weight 1 --clean-rule block_causal": (
+        "--bdlm-objective standard cannot be trained as asked: objective 'standard': "
+        "ar_loss_weight=1.0 needs clean_rule=token_causal"
+    ),
+    "--bdlm-canvas uniform": "use the preset llada2 with canvas=uniform",
+    "--bdlm-noise-range 0.8,0.3": "t_min=0.8 and t_max=0.3 must satisfy 0 < t_min <= t_max <= 1",
+    "--bdlm-objective llada2 --bdlm-ar-loss-weight 1 --clean-rule token_causal "
+    "--calculate-per-token-loss": "scope=example (no --calculate-per-token-loss)",
     "--use-megatron-fsdp": "use --use-distributed-optimizer",
     "--qk-clip": "drop --qk-clip",
     "--load nowhere": "--load nowhere holds no checkpoint",
