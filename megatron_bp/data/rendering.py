@@ -79,10 +79,12 @@ def find_assistant_mask(tokenizer: ChatTokenizer, where: str) -> AssistantMask:
     """
     try:
         template = tokenizer.get_chat_template()
-    except ValueError as error:
+    except ValueError:
+        template = ""
+    if not template:
         raise ValueError(
             f"tokenizer={where} has no chat template; use a chat tokenizer, or --format prompt."
-        ) from error
+        )
     if re.search(r"\{%-?\s*generation\s*-?%\}", template):
         return AssistantMask.MARKS
     try:
