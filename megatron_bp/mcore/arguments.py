@@ -54,6 +54,8 @@ def prepare(args: argparse.Namespace, config: BlockParallelConfig) -> None:
     """
     if not config.is_diffusion:
         return
+    if config.bdlm_data == "sft":
+        args.reset_attention_mask = True  # packed documents never see one another
     refuse(args, config)
     num_shards = args.context_parallel_size
     num_ranks = max(num_shards, config.block_parallel_size)

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_bp.layout.blocks import Spans
-from megatron_bp.layout.plan import PlanRequest
-from megatron_bp.mcore.carrier import Layout, make_layout
+from megatron_bp.data.packing import document_spans, used_length
+from megatron_bp.mcore.carrier import Layout, Source, make_layout
 from megatron_bp.mcore.dataset import CorruptionRules, Sample
 from megatron_bp.objectives.objective import NUM_BUCKETS, Objective, Scope
 
@@ -27,11 +26,13 @@ CLEAN = NUM_BUCKETS  # the bucket of next-token targets, after those of the nois
 class Batch:
     """A micro-batch of whole samples on this rank's device.
 
-    Shapes: `streams` int64 [Z, (1 + V) * L], the clean tokens followed by those of each view;
+    Shapes: `document` int64 [Z, L] as data/packing.py numbers documents;
+    `streams` int64 [Z, (1 + V) * L], the clean tokens followed by those of each view;
     `labels`, `counted`, `bucket` int64 and `weights` float64 [Z, V * L]; `next_labels` int64
     [Z, L]; `normalizer` float64 [Z].
     """
 
+    document: Tensor
     streams: Tensor
     labels: Tensor
     counted: Tensor
@@ -119,12 +120,12 @@ def receive_batch(
     """
     num_samples, num_views, length = shape
     columns = num_views * length
-    widths = [length + columns, columns, columns, columns, length]
+    widths = [length, length + columns, columns, columns, columns, length]
     ints = torch.empty(num_samples, sum(widths), dtype=torch.int64, device=device)
     floats = torch.empty(num_samples, columns + 1, dtype=torch.float64, device=device)
     if dist.get_rank() == source:
         sample = next(samples)
-        names = ("clean", "corrupted", "labels", "counted", "bucket", "next_labels")
+        names = ("document", "clean", "corrupted", "labels", "counted", "bucket", "next_labels")
         packed = torch.cat([sample[name].flatten(1).long() for name in names], 1)
         if packed.shape != ints.shape:
             raise ValueError(
@@ -137,30 +138,45 @@ def receive_batch(
     if group.size() > 1:
         dist.broadcast(ints, source, group=group)
         dist.broadcast(floats, source, group=group)
-    return Batch(*ints.split(widths, 1), weights=floats[:, :-1], normalizer=floats[:, -1])
+    document, streams, labels, counted, bucket, following = ints.split(widths, 1)
+    last = floats[:, :-1], floats[:, -1]
+    return Batch(document, streams, labels, counted, bucket, following, *last)
 
 
 @dataclass(frozen=True)
 class LayoutSource:
-    """Gives each batch its layout: one for all, or one for each set of packed documents."""
+    """Gives each batch its layout: one for all, or one for each set of packed documents.
+
+    Positions restart at each document or run on. With a `length_multiple` (tokens; 0: none) the
+    padding behind the documents gets rows only up to that multiple.
+    """
 
     common: Layout
     rules: CorruptionRules
+    restart_positions: bool = True
+    length_multiple: int = 0
 
     def of(self, batch: Batch) -> Layout:
         """Returns the layout of a batch; packed documents come one sample at a time."""
         if not self.rules.split_documents:
             return self.common
-        request = self.common.plan.request
-        clean = batch.streams[0, : request.length].cpu().numpy()
-        return self._with_documents(request, self.rules.documents(clean))
-
-    def _with_documents(self, request: PlanRequest, documents: Spans) -> Layout:
-        common = self.common
+        common, request = self.common, self.common.plan.request
+        document = batch.document[0].cpu().numpy()[: self.length_of(batch)]
+        spans = document_spans(document, request.block_size)
         return make_layout(
-            replace(request, documents=documents),
+            replace(request, length=len(document), documents=spans),
             common.groups,
             common.options,
             common.prune,
             common.position.device,
+            Source(stream_length=request.length, restart_positions=self.restart_positions),
         )
+
+    def length_of(self, batch: Batch) -> int:
+        """Positions of a sample that get rows: all of them, or up to the multiple that holds its
+        documents."""
+        whole = batch.document.shape[1]
+        if not self.length_multiple:
+            return whole
+        used = used_length(batch.document[0].cpu().numpy())
+        return min(whole, max(-(-used // self.length_multiple), 1) * self.length_multiple)

@@ -21,7 +21,9 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
 from megatron_bp.config import list_problems
+from megatron_bp.data.packing import document_spans
 from megatron_bp.layout.blocks import Spans, make_blocks
+from megatron_bp.mcore.sft import build_packed_datasets
 from megatron_bp.objectives.noise import corrupt
 from megatron_bp.objectives.objective import Objective
 
@@ -55,16 +57,17 @@ class CorruptionRules:
         return tuple((int(lo), int(hi)) for lo, hi in pairwise(bounds))
 
     def sample(self, clean: Sample, index: int, is_padding: bool) -> Sample:
-        """Returns the corrupted sample of one item of a GPT dataset.
+        """Returns the corrupted sample of one item of a GPT dataset or of a packed one.
 
-        Shapes: clean, next_labels [L]; corrupted, labels, weights, counted, bucket [V, L];
-        normalizer [].
+        Shapes: clean, document, next_labels [L]; corrupted, labels, weights, counted, bucket
+        [V, L]; normalizer [].
         """
         tokens = clean["tokens"].numpy()
+        document = self.document_of_position(clean)
         corruption = corrupt(
             tokens,
-            self._supervised(tokens, clean["loss_mask"].numpy(), is_padding),
-            make_blocks(len(tokens), self.block_size, self.documents(tokens)),
+            self._supervised(clean, is_padding),
+            make_blocks(len(tokens), self.block_size, document_spans(document, self.block_size)),
             self.objective,
             mask_token_id=self.mask_token_id,
             seed=self.noise_seed,
@@ -73,6 +76,7 @@ class CorruptionRules:
         )
         return {
             "clean": clean["tokens"],
+            "document": torch.from_numpy(document),
             "corrupted": torch.from_numpy(corruption.tokens),
             "labels": torch.from_numpy(corruption.labels),
             "weights": torch.from_numpy(corruption.weights),
@@ -82,12 +86,22 @@ class CorruptionRules:
             "normalizer": torch.tensor(corruption.normalizer),
         }
 
-    def _supervised(
-        self, tokens: np.ndarray, loss_mask: np.ndarray, is_padding: bool
-    ) -> np.ndarray:
-        # Megatron's mask is about the *next* token: it is 0 at i where token i + 1 is padding. The
-        # first token, which it says nothing of, goes with the second.
-        supervised = np.concatenate([loss_mask[:1] > 0, loss_mask[:-1] > 0]) & (not is_padding)
+    def document_of_position(self, clean: Sample) -> np.ndarray:
+        """Returns the document of each position [L], as data/packing.py numbers them."""
+        if "document" in clean:
+            return clean["document"].numpy()
+        spans = self.documents(clean["tokens"].numpy())
+        return np.repeat(np.arange(len(spans)), [hi - lo for lo, hi in spans])
+
+    def _supervised(self, clean: Sample, is_padding: bool) -> np.ndarray:
+        tokens = clean["tokens"].numpy()
+        if "supervised" in clean:
+            supervised = clean["supervised"].numpy() & (not is_padding)
+        else:
+            # Megatron's mask is about the *next* token: it is 0 at i where token i + 1 is padding.
+            # The first token, which it says nothing of, goes with the second.
+            loss_mask = clean["loss_mask"].numpy()
+            supervised = np.concatenate([loss_mask[:1] > 0, loss_mask[:-1] > 0]) & (not is_padding)
         supervised &= tokens != self.mask_token_id
         if not self.end_is_target:
             supervised &= tokens != self.end_of_document
@@ -170,8 +184,11 @@ def build_corrupted_datasets(
     clean_args = argparse.Namespace(**vars(args))
     clean_args.eod_mask_loss = clean_args.reset_attention_mask = False
     clean_args.create_attention_mask_in_dataloader = False
-    datasets = build_datasets(clean_args, tokenizer, num_samples, is_built_here)
-    refuse_short_splits(datasets, num_samples, args.seq_length)
+    if args.bdlm_data == "sft":
+        datasets = build_packed_datasets(args, tokenizer, num_samples, is_built_here)
+    else:
+        datasets = build_datasets(clean_args, tokenizer, num_samples, is_built_here)
+        refuse_short_splits(datasets, num_samples, args.seq_length)
     return [
         [CorruptedDataset(part, rules) for part in dataset]
         if isinstance(dataset, list)

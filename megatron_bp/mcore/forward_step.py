@@ -164,7 +164,12 @@ class DiffusionForwardStep:
             args.num_experts or objective.learns_clean
         )
         common = make_layout(request, groups, options, prune, _device())
-        return LayoutSource(common, self.rules)
+        return LayoutSource(
+            common,
+            self.rules,
+            self.config.document_positions == "restart",
+            self.config.bdlm_length_multiple,
+        )
 
     def _receive(self, samples: Iterator[Sample], training: bool) -> Batch:
         return receive_batch(
