@@ -102,8 +102,9 @@ class _Problems:
         """Adds key and value gradients to their rows."""
         at = 0
         for space, runs in self.step.keys:
-            part = slice(at, at + runs.length)
-            add_rows(tuple(spaces[space]), runs, (dk_XKZMH[:, part], dv_XKZMH[:, part]))
+            for lo, piece in runs.pieces or ((0, runs),):
+                part = slice(at + lo, at + lo + piece.length)
+                add_rows(tuple(spaces[space]), piece, (dk_XKZMH[:, part], dv_XKZMH[:, part]))
             at += runs.length
 
     @property

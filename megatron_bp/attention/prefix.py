@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_bp.attention.windows import window_launches
+from megatron_bp.attention.windows import merge_alike, window_launches
 from megatron_bp.layout.blocks import BlockTable
 from megatron_bp.layout.decomposition import (
     Availability,
@@ -82,7 +82,16 @@ def _by_chunk(plan: RankPlan, corrupted_only: bool) -> list[Launch]:
         KeySpace.OWN: _inverse(plan.own_coordinate),
     }
     launches = [*inside, *_prefixes(before, available)]
-    return [replace(x, keys=tuple(_moved(run, row_of) for run in x.keys)) for x in launches]
+    launches = [replace(x, keys=tuple(_moved(run, row_of) for run in x.keys)) for x in launches]
+    # Both chunks' squares in one launch: a few thousand rows alone do not fill a GPU evenly.
+    squares = [x for x in launches if _is_square(x)]
+    others = [x for x in launches if not _is_square(x)]
+    return [*others, *merge_alike(squares, lambda x: x.ready)]
+
+
+def _is_square(launch: Launch) -> bool:
+    clean = all(run.space is KeySpace.CLEAN for run in launch.keys)
+    return clean and launch.left < 0 and launch.right == 0
 
 
 def _chunk_of(position: NDArray[np.int64], chunks: ChunkMap) -> NDArray[np.int64]:

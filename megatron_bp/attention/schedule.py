@@ -8,6 +8,7 @@ Specified by tests/attention/test_schedule.py.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +24,15 @@ class Runs:
     """Runs of `length` rows, one a problem, and how results are written to them.
 
     `store` means that no earlier step touched these rows and that they do not overlap, so a result
-    may overwrite them. Within one of the `rounds` (problem numbers) no two runs overlap.
+    may overwrite them. Within one of the `rounds` (problem numbers) no two runs overlap. A single
+    run that earlier steps touched in part has `pieces`: (first row of the run, runs of its own).
     """
 
     starts: NDArray[np.int64]
     length: int
     store: bool
     rounds: tuple[NDArray[np.int64], ...]
+    pieces: tuple[tuple[int, "Runs"], ...] = ()
 
     @cached_property
     def step(self) -> int:
@@ -69,6 +72,8 @@ class Step:
 
 
 Gaps = tuple[tuple[int, int], ...]
+MOST_PIECES = 4
+"""A run is cut into at most so many pieces; more launches cost more than adding to zeros."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,15 +118,31 @@ class _Rows:
         self.touched = np.zeros(num_rows, dtype=np.bool_)
         self.stored = np.zeros(num_rows, dtype=np.bool_)
 
-    def write(self, starts: NDArray[np.int64], length: int) -> Runs:
-        """The runs of the next step that writes here."""
+    def write(self, starts: NDArray[np.int64], length: int, in_pieces: bool) -> Runs:
+        """The runs of the next step that writes here, a single one in pieces if that helps."""
         rounds = disjoint_rounds(starts, length)
         index = (starts[:, None] + np.arange(length)).ravel()
         store = len(rounds) == 1 and not self.touched[index].any()
-        self.touched[index] = True
+        cut = in_pieces and not store and len(starts) == 1
+        pieces = self._pieces(int(starts[0]), length) if cut else ()
         if store:
             self.stored[index] = True
-        return Runs(starts, length, store, rounds)
+        for lo, piece in pieces:
+            self.stored[starts[0] + lo : starts[0] + lo + piece.length] |= piece.store
+        self.touched[index] = True
+        return Runs(starts, length, store, rounds, pieces)
+
+    def _pieces(self, start: int, length: int) -> tuple[tuple[int, Runs], ...]:
+        """The run cut where rows begin or cease to be touched; nothing if that is nowhere."""
+        touched = self.touched[start : start + length]
+        edges = [0, *(np.flatnonzero(np.diff(touched)) + 1).tolist(), length]
+        if not 2 < len(edges) <= MOST_PIECES + 1:
+            return ()
+        one = (np.zeros(1, dtype=np.int64),)
+        return tuple(
+            (lo, Runs(np.array([start + lo]), hi - lo, not touched[lo], one))
+            for lo, hi in pairwise(edges)
+        )
 
     def gaps(self) -> Gaps:
         """Rows that no step stores."""
@@ -159,9 +180,9 @@ def _make_pass(plan: RankPlan, first_row: int, launches: Iterable[tuple[Phase, L
         written = []
         for run in launch.keys:
             starts = run.starts[:1] if shared else run.starts
-            written.append((run.space, keys[run.space].write(starts, run.length)))
+            written.append((run.space, keys[run.space].write(starts, run.length, in_pieces=True)))
         step = Step(
-            rows.write(launch.rows - first_row, launch.num_rows),
+            rows.write(launch.rows - first_row, launch.num_rows, in_pieces=False),
             tuple(written),
             Window(launch.left, launch.right),
             joined=shared and unmasked,

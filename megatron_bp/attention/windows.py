@@ -7,7 +7,7 @@ the plan's shifted launches, which read a key once. Specified by tests/attention
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -98,17 +98,23 @@ def _launch(plan: RankPlan, members: list[_Problem], ready: Phase, slab: Phase) 
 
 
 def _later_together(launches: list[Launch]) -> list[Launch]:
-    """The launches, with problems of one shape that need only clean keys in one, at the last phase.
+    """The launches, with problems that need only clean keys in one launch at the last phase.
 
     The far ends of a window are such problems: splitting them by phase gains nothing, because the
     large launches wait for the same keys.
     """
-    groups: dict[tuple[object, ...], list[Launch]] = defaultdict(list)
+    clean = [x for x in launches if all(run.space is KeySpace.CLEAN for run in x.keys)]
+    others = [x for x in launches if any(run.space is KeySpace.OWN for run in x.keys)]
+    return [*others, *merge_alike(clean, lambda x: ())]
+
+
+def merge_alike(launches: list[Launch], apart: Callable[[Launch], Hashable]) -> list[Launch]:
+    """The launches, with those of one shape and value of `apart` made one, at their last phase."""
+    groups: dict[Hashable, list[Launch]] = defaultdict(list)
     for launch in launches:
-        own = any(run.space is KeySpace.OWN for run in launch.keys)
-        alone = (launch.ready, launch.slab) if own else ()
         lengths = tuple((run.space, run.length) for run in launch.keys)
-        groups[(launch.num_rows, lengths, launch.left, launch.right, *alone)].append(launch)
+        shape = (launch.num_rows, lengths, launch.left, launch.right)
+        groups[(shape, apart(launch))].append(launch)
     return [_together(members) for members in groups.values()]
 
 

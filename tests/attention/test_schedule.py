@@ -49,11 +49,45 @@ def test_rounds_hold_every_problem_once_and_no_overlap(starts: list[int], length
         assert (np.diff(np.sort(np.array(starts)[members])) >= length).all()
 
 
-def test_a_large_share_has_no_gap_to_fill() -> None:
-    request = PlanRequest(length=4096, block_size=32, num_ranks=4, num_clean_shards=4)
+def check_key_stores(todo: Pass, space: KeySpace, num_rows: int) -> None:
+    """The same for gradients of keys, piece by piece, in backward order."""
+    touched, stored = np.zeros(num_rows, dtype=bool), np.zeros(num_rows, dtype=bool)
+    for phase in reversed(Phase):
+        for step in todo.steps[phase]:
+            for where, runs in step.keys:
+                for _, piece in runs.pieces or ((0, runs),):
+                    rows = (piece.starts[:, None] + np.arange(piece.length)).ravel()
+                    if where is space and piece.store:
+                        assert not touched[rows].any()
+                        stored[rows] = True
+                if where is space:
+                    touched[(runs.starts[:, None] + np.arange(runs.length)).ravel()] = True
+    gaps = np.zeros(num_rows, dtype=bool)
+    for lo, hi in todo.key_gaps[space]:
+        gaps[lo:hi] = True
+    np.testing.assert_array_equal(gaps, ~stored)
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests(), st.booleans())
+def test_key_gradients_are_stored_before_they_are_added_to(
+    request: PlanRequest, by_chunk: bool
+) -> None:
+    plan = make_plan(request, 0)
+    todo = make_schedule(plan, False, by_chunk).backward
+    check_key_stores(todo, KeySpace.CLEAN, plan.exchange.num_buffer_rows)
+    check_key_stores(todo, KeySpace.OWN, len(plan.own_coordinate))
+
+
+def test_only_keys_that_no_row_sees_are_zeroed() -> None:
     for window in (0, 256):
+        request = PlanRequest(
+            length=4096, block_size=32, num_ranks=4, num_clean_shards=4, window=window
+        )
         for rank in range(4):
-            plan = make_plan(PlanRequest(**{**request.__dict__, "window": window}), rank)
-            todo = make_schedule(plan, False, True).forward
-            assert sum(hi - lo for lo, hi in todo.row_gaps) <= 64
+            plan = make_plan(request, rank)
+            todo = make_schedule(plan, False, True).backward
             assert not todo.key_gaps[KeySpace.OWN]
+            last = plan.visibility.clean_hi.max()
+            unseen = len(plan.exchange.buffer_position) - last if not window else 2 * window
+            assert sum(hi - lo for lo, hi in todo.key_gaps[KeySpace.CLEAN]) <= unseen
