@@ -77,16 +77,30 @@ def _parse(name: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_a_family_needs_is_in_the_args_and_the_flags(name: str):
+    shape = read_model(make_case(name)[0])[1]
+    stored = vars(checkpoint_args(shape, AUTOREGRESSIVE, torch.float32))
+    flags = megatron_flags(shape, AUTOREGRESSIVE, torch.float32)
+    for key, value in EXPECTED[name].items():
+        assert stored[key] == value, key
+        if key == "add_bias_linear":
+            assert flags["disable-bias-linear"] is True
+        elif isinstance(value, list):
+            assert json.loads(str(flags[key.replace("_", "-")])) == value
+        else:
+            assert flags.get(key.replace("_", "-"), False) == value, key
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*EXPECTED, "gemma4_text-tied", "diffusion_gemma-tied", "dflash2"])
 def test_megatron_parses_the_flags_of_every_family(name: str):
     args = vars(_parse(name))
-    stored = vars(checkpoint_args(read_model(make_case(name)[0])[1], AUTOREGRESSIVE, torch.float32))
     for key, value in EXPECTED.get(name, {}).items():
         assert args[key] in (value, [value]), key  # some flags take several values
-        assert stored[key] == value, key
     zero_centred = "qwen3_5" in name
     assert args.get("apply_layernorm_1p", args.get("layernorm_zero_centered_gamma")) == zero_centred
+    stored = vars(checkpoint_args(read_model(make_case(name)[0])[1], AUTOREGRESSIVE, torch.float32))
     assert stored["apply_layernorm_1p"] == zero_centred
 
 
