@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_bp.config import BlockParallelConfig
 from megatron_bp.mcore.dataset import Sample
+from megatron_bp.mcore.exactness_formulas import FORMULAS
 from megatron_bp.mcore.exactness_problem import (
     MASK_ID,
     VALID_VOCAB,
@@ -70,12 +71,15 @@ def check(problem: Problem, layout: Layout, reference: Reference) -> Result:
         BlockParallelConfig(
             block_parallel_size=layout.block,
             block_size=problem.block_size,
-            bdlm_objective=problem.objective,
+            bdlm_objective=FORMULAS[problem.objective].preset,
             mask_token_id=MASK_ID,
             clean_rule=problem.clean_rule,
+            # As in the reference: rotary tables are fp32, so equal distances are not equal bits.
+            document_positions="restart" if problem.documents else "run_on",
             bp_attention_strategy=layout.strategy,
             bp_attention_kernel="dense",
             bp_loss_chunk_rows=7,
+            bdlm_length_multiple=problem.length_multiple,
         ),
         rules_of(problem),
         VALID_VOCAB,

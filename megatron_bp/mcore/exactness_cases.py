@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.training.global_vars import _set_timers
 
 from megatron_bp.mcore.exactness import Result, check
+from megatron_bp.mcore.exactness_formulas import FORMULAS
 from megatron_bp.mcore.exactness_problem import (
     FullPrecisionSoftmax,
     Layout,
@@ -41,6 +42,7 @@ MODES = {
     "cp2": Layout(context=2),
 }
 CSBP2 = MODES["csbp2"]
+DOCUMENTS = Problem(packed=True, documents=(3, 4, 33, 1, 12))
 
 OTHERS = {
     "one": [(Problem(), Layout())],
@@ -73,6 +75,48 @@ OTHERS = {
         for layout in (CSBP2, MODES["bp2"])
     ],
     "ragged": [(Problem(length=61, window=w), x) for w in (0, 7) for x in MODES.values()],
+    "presets": [
+        (Problem(objective=o, clean_rule="preset", few_targets=few, num_samples=2), layout)
+        for o in FORMULAS
+        for few, layout in (
+            (False, Layout()),
+            *((few, layout) for few in (False, True) for layout in MODES.values()),
+            (False, replace(CSBP2, tensor=2, sequence_parallel=True)),
+            (False, replace(CSBP2, pipeline=2)),
+        )
+    ],
+    "presets_packed": [
+        (Problem(objective=o, clean_rule="preset", packed=True, per_token=per_token), layout)
+        for o, per_token in (
+            *((name, False) for name in FORMULAS),
+            ("nemotron_labs", True),
+            ("llada2", True),
+        )
+        for layout in (CSBP2, MODES["bp4"])
+    ],
+    # Shorter than a block, one block, over all ranks, one token, many blocks; then padding.
+    "documents": [
+        (replace(DOCUMENTS, objective=o, clean_rule=rule, window=window), layout)
+        for o, rule, window in (
+            ("standard", "token_causal", 0),
+            ("standard", "block_causal", 7),
+            ("fast_dllm_v2", "block_causal", 0),
+            ("nemotron_labs", "preset", 0),
+        )
+        for layout in (
+            *MODES.values(),
+            replace(CSBP2, strategy="interval"),
+            replace(CSBP2, tensor=2),
+            replace(CSBP2, tensor=2, sequence_parallel=True),
+            replace(CSBP2, pipeline=2),
+            replace(CSBP2, data=2),
+            replace(CSBP2, recompute="full"),
+        )
+    ]
+    + [
+        (replace(DOCUMENTS, length_multiple=8), layout)
+        for layout in (*MODES.values(), replace(CSBP2, pipeline=2))
+    ],
     "odd_blocks": [(Problem(length=52), layout) for layout in MODES.values()],
 }
 

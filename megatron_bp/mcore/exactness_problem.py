@@ -17,7 +17,9 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from megatron_bp.data.packing import document_of_position
 from megatron_bp.mcore.dataset import CorruptionRules, Sample
+from megatron_bp.mcore.exactness_formulas import FORMULAS
 from megatron_bp.objectives.objective import make_objective
 
 VOCAB, VALID_VOCAB, MASK_ID, END_ID = 64, 61, 60, 0
@@ -43,8 +45,11 @@ class FullPrecisionSoftmax(TorchFunctionMode):
 class Problem:
     """What is trained: the part of a case that does not depend on the layout.
 
-    Units: `length`, `block_size`, `window` in tokens. `few_targets` supervises one block of the
-    first sample only, so that most ranks have no target at all.
+    `objective` is a name in `FORMULAS`. Units: `length`, `block_size`, `window` in tokens.
+    `packed` splits a random stream at its end tokens; `documents` are lengths of whole documents,
+    each with an unsupervised prompt, that are packed and padded (`packed` is then set too).
+    `few_targets` supervises the third block of the first sample only, so that most ranks have no
+    target at all. (Were the first one wholly masked, query gradients would be rounding alone.)
     """
 
     objective: str = "standard"
@@ -54,6 +59,8 @@ class Problem:
     block_size: int = 4
     num_samples: int = 2
     packed: bool = False
+    documents: tuple[int, ...] = ()
+    length_multiple: int = 0
     few_targets: bool = False
     num_experts: int = 0
     per_token: bool = False
@@ -91,14 +98,18 @@ class Layout:
 
 def rules_of(problem: Problem) -> CorruptionRules:
     """The corruption rules of a problem."""
+    formula = FORMULAS[problem.objective]
+    scope = "global" if problem.per_token else "example"
+    choices = {"clean_rule": problem.clean_rule, **dict(formula.choices), "scope": scope}
     return CorruptionRules(
-        objective=make_objective(problem.objective, clean_rule=problem.clean_rule),
+        objective=make_objective(formula.preset, **choices),
         block_size=problem.block_size,
         mask_token_id=MASK_ID,
         noise_seed=17,
         end_of_document=END_ID,
         split_documents=problem.packed,
         end_is_target=True,
+        vocab_size=VALID_VOCAB,
     )
 
 
@@ -108,6 +119,10 @@ def samples_of(problem: Problem) -> tuple[Sample, ...]:
     generator = torch.Generator().manual_seed(11)
     made = []
     for index in range(problem.num_samples):
+        if problem.documents:
+            clean = clean_packed(problem, index)
+            made.append(rules_of(problem).sample(clean, index, is_padding=False))
+            continue
         tokens = torch.randint(1, MASK_ID, (problem.length,), generator=generator)
         if problem.packed:
             tokens[[2, 3, 3 + problem.block_size, problem.length - 7 - 5 * index]] = END_ID
@@ -117,10 +132,22 @@ def samples_of(problem: Problem) -> tuple[Sample, ...]:
             if index == 0:
                 # One block is supervised: megatron's mask at i is about token i + 1. Four counted
                 # tokens also keep Megatron's fp32 division by the count exact.
-                loss_mask[: problem.block_size - 1] = 1
+                loss_mask[2 * problem.block_size - 1 : 3 * problem.block_size - 1] = 1
         clean = {"tokens": tokens, "loss_mask": loss_mask}
         made.append(rules_of(problem).sample(clean, index, is_padding=False))
     return tuple(made)
+
+
+def clean_packed(problem: Problem, index: int) -> Sample:
+    """A sample of `problem.documents`; the first third of each is a prompt, the rest is learnt."""
+    generator = torch.Generator().manual_seed(100 + index)
+    tokens = torch.randint(1, MASK_ID, (problem.length,), generator=generator)
+    document = torch.from_numpy(document_of_position(problem.documents, problem.length))
+    supervised = torch.cat(
+        [torch.arange(length) >= length // 3 for length in problem.documents]
+        + [torch.zeros(problem.length - sum(problem.documents), dtype=torch.bool)]
+    )
+    return {"tokens": tokens, "supervised": supervised, "document": document}
 
 
 def transformer_config(problem: Problem, layout: Layout) -> TransformerConfig:

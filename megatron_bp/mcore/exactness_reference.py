@@ -14,10 +14,15 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 
 from megatron_bp.attention.reference import reference_attention
+from megatron_bp.data.packing import document_spans
+from megatron_bp.layout.blocks import make_blocks
 from megatron_bp.layout.plan import PlanRequest, RankPlan, make_plan
 from megatron_bp.mcore.core_attention import layer_window
 from megatron_bp.mcore.dataset import Sample
+from megatron_bp.mcore.exactness_formulas import FORMULAS, Seen, batch_loss
+from megatron_bp.mcore.exactness_packed import add_parts, documents_alone
 from megatron_bp.mcore.exactness_problem import (
+    END_ID,
     MASK_ID,
     VALID_VOCAB,
     VOCAB,
@@ -29,6 +34,7 @@ from megatron_bp.mcore.exactness_problem import (
     samples_of,
     transformer_config,
 )
+from megatron_bp.objectives.noise import noise_levels
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,18 +89,26 @@ def compute_reference(problem: Problem) -> Reference:
         parameter.data.copy_(parameters[name])
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
     rotary = model.rotary_pos_emb
-    samples = samples_of(problem)
-    counted = max(sum(int(sample["counted"].sum()) for sample in samples), 1)
-    total = torch.zeros((), dtype=problem.dtype)
-    for sample in samples:
+
+    def log_probabilities(problem: Problem, sample: Sample) -> Tensor:
         plan = _plan(problem, sample)
         position = torch.from_numpy(plan.rows.position)
         model.rotary_pos_emb = _DensePositions(rotary, position)
         rows = torch.cat([sample["clean"], sample["corrupted"].flatten()])[None]
-        logits = model(rows, position[None], plan)[0, problem.length :]
-        loss = _plain_loss(logits, sample, rules_of(problem).objective.exclude_mask_logit)
-        whole = len(samples) * max(int(sample["normalizer"]), 1)
-        total = total + loss / (counted if problem.per_token else whole)
+        return _log_softmax(model(rows, position[None], plan)[0], problem)
+
+    formula = FORMULAS[problem.objective].parts
+    parts = []
+    for index, sample in enumerate(samples_of(problem)):
+        if problem.documents:
+            alone = documents_alone(problem, index, sample, log_probabilities)
+            parts.append(add_parts([formula(seen) for seen in alone]))
+        else:
+            scores = log_probabilities(problem, sample)
+            parts.append(formula(see(problem, index, sample, scores)))
+    total = batch_loss(parts, problem.per_token)
+    # Without any target there is nothing to differentiate.
+    total = total + 0 * sum(parameter.sum() for parameter in model.parameters())
     total.backward()
     grads = {
         name: torch.zeros_like(p) if p.grad is None else p.grad
@@ -119,18 +133,41 @@ def _plan(problem: Problem, sample: Sample) -> RankPlan:
         num_views=rules.objective.num_views,
         clean_rule=rules.objective.clean_rule,
         corrupted_rule=rules.objective.corrupted_rule,
-        documents=rules.documents(sample["clean"].numpy()),
+        documents=document_spans(sample["document"].numpy(), problem.block_size),
     )
     return make_plan(request, 0)
 
 
-def _plain_loss(logits: Tensor, sample: Sample, exclude_mask: bool) -> Tensor:
-    """Sum over rows of weight * cross-entropy, written out with full logits [V * L, vocabulary]."""
+def _log_softmax(logits: Tensor, problem: Problem) -> Tensor:
     refused = torch.zeros(VOCAB, dtype=torch.bool)
     refused[VALID_VOCAB:] = True
-    refused[MASK_ID] = exclude_mask
-    losses = nn.functional.cross_entropy(
-        logits.masked_fill(refused, float("-inf")), sample["labels"].flatten(), reduction="none"
+    refused[MASK_ID] = FORMULAS[problem.objective].never_predicts_mask
+    return logits.masked_fill(refused, float("-inf")).log_softmax(-1)
+
+
+def see(problem: Problem, index: int, sample: Sample, scores: Tensor) -> Seen:
+    """What a formula sees of a sample with log-probabilities [(1 + V) * L, vocabulary]."""
+    length, rules = problem.length, rules_of(problem)
+    tokens = sample["clean"].tolist()
+    supervised = [not problem.few_targets] * length
+    if problem.few_targets and index == 0:
+        supervised[2 * problem.block_size : 3 * problem.block_size] = [True] * problem.block_size
+    document, start, block = [0], 0, [0]
+    for position in range(1, length):
+        new = problem.packed and tokens[position - 1] == END_ID
+        start = position if new else start
+        document.append(document[-1] + new)
+        block.append(block[-1] + (new or (position - start) % problem.block_size == 0))
+    table = make_blocks(length, problem.block_size, rules.documents(sample["clean"].numpy()))
+    levels = noise_levels(table, rules.objective, seed=rules.noise_seed, sample_index=index)
+    scores = scores.unflatten(0, (-1, length))
+    return Seen(
+        tokens=tokens,
+        supervised=supervised,
+        document=document,
+        block=block,
+        t=[float(levels[own]) for own in block],
+        masked=(sample["corrupted"] == MASK_ID).tolist(),
+        views=scores[1:],
+        clean=scores[0],
     )
-    weights = sample["weights"].flatten()
-    return (losses[weights > 0] * weights[weights > 0]).sum()

@@ -36,8 +36,7 @@ from megatron_bp.objectives.accuracy import label_wins
 from megatron_bp.objectives.loss import LOCAL, LossOptions, linear_cross_entropy
 from megatron_bp.objectives.objective import Objective, Scope
 
-
-# What the head returns: the weighted sum, each target's loss, and whether its label won (evaluation).
+# What the head returns: the weighted sum, each target's loss, in evaluation whether its label won.
 Scores = tuple[Tensor, Tensor, Tensor]
 
 
@@ -160,9 +159,7 @@ class DiffusionForwardStep:
         )
         # Experts balance the load of all rows: their auxiliary loss reads the last layer's clean
         # rows too, so these are computed; as for a next-token loss.
-        prune = self.config.bp_prune_last_layer and not (
-            args.num_experts or objective.learns_clean
-        )
+        prune = self.config.bp_prune_last_layer and not (args.num_experts or objective.learns_clean)
         common = make_layout(request, groups, options, prune, _device())
         return LayoutSource(
             common,
@@ -219,7 +216,7 @@ class DiffusionForwardStep:
         if self.args.check_for_nan_in_loss_and_grad:
             _refuse_not_finite(loss)
         report = {"bdlm loss": torch.stack([loss.detach(), count])}
-        report |= target_report(targets, scores, self.rules.objective)
+        report |= target_report(targets, scores, self.rules.objective, not training)
         if training:
             report |= self._throughput(num_samples, loss.device)
         if per_batch:
@@ -240,7 +237,9 @@ class DiffusionForwardStep:
         return {"tokens per second": pair}
 
 
-def target_report(targets: Targets, scores: Scores, objective: Objective) -> dict[str, Tensor]:
+def target_report(
+    targets: Targets, scores: Scores, objective: Objective, with_accuracy: bool
+) -> dict[str, Tensor]:
     """Returns pairs (sum, count) of this rank; Megatron adds both up before it divides.
 
     A quarter of the noise levels without a target in the whole batch is reported as NaN.
@@ -256,7 +255,7 @@ def target_report(targets: Targets, scores: Scores, objective: Objective) -> dic
         report[f"loss at t {lo:.2f}-{hi:.2f}"] = pair
     if objective.learns_clean:
         report["next token loss"] = pairs[CLEAN]
-    if len(wins) == len(bucket) > 0 or not torch.is_grad_enabled():
+    if with_accuracy:
         right = (wins & (bucket < CLEAN)).sum().double()
         report["masked token accuracy"] = torch.stack([right, masked])
     return report

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_bp.config import BlockParallelConfig, flag, list_problems
 from megatron_bp.layout.plan import PlanRequest, make_plan
+from megatron_bp.mcore.choices import objective_of
 from megatron_bp.mcore.lora_flags import lora_problems
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -23,6 +24,7 @@ KEPT_ON_RESUME = (
     "block_size",
     "mask_token_id",
     "clean_rule",
+    "bdlm_canvas",
     "bdlm_lora_rank",
     "bdlm_lora_alpha",
 )
@@ -36,6 +38,7 @@ def refuse(args: argparse.Namespace, config: BlockParallelConfig) -> None:
     Raises: ValueError that lists every problem.
     """
     checks: tuple[Callable[[argparse.Namespace, BlockParallelConfig], Problems], ...] = (
+        objective_problems,
         degree_problems,
         length_problems,
         model_problems,
@@ -47,6 +50,15 @@ def refuse(args: argparse.Namespace, config: BlockParallelConfig) -> None:
     problems = [problem for check in checks for problem in check(args, config)]
     if problems:
         raise ValueError(list_problems(problems))
+
+
+def objective_problems(args: argparse.Namespace, config: BlockParallelConfig) -> Problems:
+    """Returns which choices of the objective do not fit together."""
+    try:
+        objective_of(args, config)
+    except ValueError as error:
+        return [f"--bdlm-objective {config.bdlm_objective} cannot be trained as asked: {error}"]
+    return []
 
 
 def degree_problems(args: argparse.Namespace, config: BlockParallelConfig) -> Problems:

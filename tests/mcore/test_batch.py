@@ -10,8 +10,9 @@ import torch
 from megatron_bp.attention.block_parallel import AttentionOptions
 from megatron_bp.comm.groups import BlockGroups, LocalGroup
 from megatron_bp.layout.plan import PlanRequest
-from megatron_bp.mcore.batch import Batch, LayoutSource
+from megatron_bp.mcore.batch import CLEAN, Batch, LayoutSource
 from megatron_bp.mcore.carrier import Layout, make_layout, make_params
+from megatron_bp.objectives.objective import make_objective
 from tests.mcore.test_dataset import Clean, CorruptedDataset, rules
 
 LENGTH, Z = 24, 2
@@ -51,9 +52,12 @@ def batch(name: str = "standard", **changes: Any) -> Batch:
     samples = [dataset[0], dataset[2]]
     stacked = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
     return Batch(
+        document=stacked["document"],
         streams=torch.cat([stacked["clean"], stacked["corrupted"].flatten(1)], 1),
         labels=stacked["labels"].flatten(1),
         counted=stacked["counted"].flatten(1).long(),
+        bucket=stacked["bucket"].flatten(1),
+        next_labels=stacked["next_labels"],
         weights=stacked["weights"].flatten(1),
         normalizer=stacked["normalizer"].double(),
     )
@@ -67,7 +71,8 @@ def test_every_target_is_on_exactly_one_rank(
     whole, views = batch(name), 2 if name == "fast_dllm_v2" else 1
     found, counted, rows = [], 0, 0
     for rank in range(num_ranks):
-        targets = whole.targets(layout(rank, num_ranks, shards, multiple, views))
+        mine = layout(rank, num_ranks, shards, multiple, views)
+        targets = whole.targets(mine, make_objective(name, scope="global"))
         where = targets.is_target
         found += list(
             zip(targets.labels[where].tolist(), targets.weights[where].tolist(), strict=True)
@@ -83,6 +88,40 @@ def test_every_target_is_on_exactly_one_rank(
     assert sorted(found) == sorted(wanted)
     assert counted == int(whole.normalizer.sum())
     assert rows == Z * views * LENGTH
+
+
+@pytest.mark.parametrize(("num_ranks", "shards", "multiple"), CASES)
+def test_every_next_token_is_on_exactly_one_rank(
+    num_ranks: int, shards: int, multiple: int
+) -> None:
+    """Also where several ranks hold the same clean rows: they share the targets out."""
+    whole, objective = batch("nemotron_labs"), make_objective("nemotron_labs")
+    found, most = [], 0
+    for rank in range(num_ranks):
+        mine = layout(rank, num_ranks, shards, multiple)
+        targets = whole.targets(mine, objective)
+        assert len(targets.is_target) == mine.plan.rows.num_rows
+        is_next = targets.is_target & (targets.bucket == CLEAN)
+        assert not is_next[mine.plan.rows.num_clean :].any()
+        assert (targets.weights[is_next] == 1 / (LENGTH - 1)).all()
+        found += targets.labels[is_next].tolist()
+        most = max(most, int(is_next.sum()))
+    assert sorted(found) == sorted(whole.next_labels[:, :-1].flatten().tolist())
+    assert most <= Z * (LENGTH / num_ranks + 4)  # chunks are cut at blocks
+
+
+def test_weights_are_those_of_the_sum_that_is_the_objective() -> None:
+    whole, mine = batch("nemotron_labs"), layout(0, 1, 1)
+    one, all_ = (
+        whole.targets(mine, make_objective("nemotron_labs", scope=scope))
+        for scope in ("example", "global")
+    )
+    is_next = all_.bucket == CLEAN
+    assert torch.equal(one.is_target, all_.is_target)
+    assert (all_.weights[is_next] == 1).all()
+    wanted = 0.3 * whole.weights[:, mine.target_index].t()
+    assert torch.allclose(all_.weights[LENGTH:], wanted, rtol=1e-15)
+    assert torch.allclose(one.weights[LENGTH:], wanted / whole.normalizer, rtol=1e-15)
 
 
 @pytest.mark.parametrize(("num_ranks", "shards", "multiple"), CASES)
@@ -124,7 +163,10 @@ def test_the_carrier_keeps_the_unpacked_path_of_attention() -> None:
 
 def test_packed_documents_get_their_own_layout() -> None:
     source = LayoutSource(layout(0, 1, 1), rules(split_documents=True))
-    assert source.of(batch()).plan.request.documents == ((0, 8), (8, LENGTH))
+    packed = source.of(batch(split_documents=True))
+    assert packed.plan.request.documents == ((0, 8), (8, LENGTH))
+    rows = packed.plan.rows
+    assert packed.position.tolist() == (rows.position % 8 + (rows.position >= 16) * 8).tolist()
     common = LayoutSource(layout(0, 1, 1), rules())
     assert common.of(batch()) is common.common
 

@@ -82,9 +82,13 @@ def gradients(
 
 
 def by_formula(problem: Problem, hidden: Tensor, head: Tensor) -> Tensor:
+    formula = FORMULAS[problem.objective]
+    never = torch.arange(VOCAB) >= VALID_VOCAB
+    never[MASK_ID] = formula.never_predicts_mask
+    scores = (hidden @ head.t()).masked_fill(never, float("-inf")).log_softmax(-1)
     parts = [
-        FORMULAS[problem.objective].parts(see(problem, index, sample, rows @ head.t()))
-        for index, (sample, rows) in enumerate(zip(samples_of(problem), hidden, strict=True))
+        formula.parts(see(problem, index, sample, rows))
+        for index, (sample, rows) in enumerate(zip(samples_of(problem), scores, strict=True))
     ]
     return batch_loss(parts, problem.per_token)
 
