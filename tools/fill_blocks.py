@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from block_filling import CHOICES, Semantics, fill_block, read_semantics
+from block_filling import (
+    CHOICES,
+    PrefixDecoder,
+    Sampling,
+    Semantics,
+    fill_block,
+    read_semantics,
+)
 
 SHOWN_TAIL = 800  # characters of the prompt that are printed
 
@@ -89,8 +96,6 @@ def run(args: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     rules = read_semantics(args.model, vars(args))
-    if args.steps < 1:
-        raise ValueError(f"steps={args.steps} must be at least 1, for example 8.")
     tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(
         args.model, dtype=getattr(torch, args.dtype), attn_implementation="sdpa"
@@ -114,11 +119,11 @@ def run(args: argparse.Namespace) -> None:
     print(f"=== prompt ({first} tokens, its end)\n{tokenizer.decode(canvas[:first])[-SHOWN_TAIL:]}")
     print(f"=== masked\n{show(tokenizer, canvas[first:], rules.mask_token_id)}")
     begin = time.perf_counter()
+    decoder, how = PrefixDecoder(model, rules), Sampling(args.steps, len(tokenizer))
     for lo in range(first, len(canvas), rules.block_size):
-        clean, block = canvas[:lo], canvas[lo : lo + rules.block_size]
-        canvas[lo : lo + len(block)] = fill_block(
-            model, clean, block, rules, args.steps, len(tokenizer)
-        )
+        decoder.extend(canvas[decoder.length : lo])
+        block = canvas[lo : lo + rules.block_size]
+        canvas[lo : lo + len(block)] = fill_block(decoder, block, how, torch.Generator())
     print(f"=== filled ({int(masked.sum())} tokens, {time.perf_counter() - begin:.1f} s)")
     print(tokenizer.decode(canvas[first:]))
     if args.file is not None:

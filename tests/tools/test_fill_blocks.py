@@ -119,33 +119,48 @@ def test_the_rules_differ_so_the_comparison_can_fail(model: Any) -> None:
 def test_filling_changes_masks_only_and_never_emits_mask_or_foreign_ids(
     model: Any, num_steps: int, alignment: str
 ) -> None:
-    clean, block = torch.arange(8), torch.tensor([MASK, 17, MASK, MASK])
-    rules = make_rules(alignment=alignment)
+    block = torch.tensor([MASK, 17, MASK, MASK])
+    decoder = block_filling.PrefixDecoder(model, make_rules(alignment=alignment))
+    decoder.extend(torch.arange(8))
     for limit in (VOCAB, 5):
-        filled = block_filling.fill_block(model, clean, block, rules, num_steps, limit)
+        how = block_filling.Sampling(num_steps, limit)
+        filled = block_filling.fill_block(decoder, block, how, torch.Generator())
         assert filled[1] == 17
         assert (filled != MASK).all()
         assert (filled[block == MASK] < limit).all()
 
 
-def test_the_most_confident_positions_are_committed_first(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    confidence = torch.tensor([1.0, 4.0, 2.0, 3.0])
-    seen = []
+class Certain:
+    """A decoder that is surest of position 1, then of 3, 2 and 0, and wants the mask most."""
 
-    def logits_of(model: Any, clean: Any, block: torch.Tensor, rules: Any) -> torch.Tensor:
-        seen.append((block == MASK).tolist())
+    rules = make_rules()
+
+    def __init__(self) -> None:
+        self.seen: list[list[bool]] = []
+
+    def logits(self, block: torch.Tensor) -> torch.Tensor:
+        self.seen.append((block == MASK).tolist())
         logits = torch.zeros(BLOCK, VOCAB)
-        logits[torch.arange(BLOCK), torch.arange(BLOCK)] = confidence
+        logits[torch.arange(BLOCK), torch.arange(BLOCK)] = torch.tensor([1.0, 14.0, 2.0, 13.0])
         logits[:, MASK] = 100.0
         return logits
 
-    monkeypatch.setattr(block_filling, "block_logits", logits_of)
-    block = torch.full((BLOCK,), MASK)
-    filled = block_filling.fill_block(model, torch.arange(4), block, make_rules(), 3, VOCAB)
+
+def fill_certain(num_steps: int, threshold: float) -> list[list[bool]]:
+    decoder, how = Certain(), block_filling.Sampling(num_steps, VOCAB, threshold)
+    filled = block_filling.fill_block(decoder, torch.full((BLOCK,), MASK), how, torch.Generator())
     assert filled.tolist() == [0, 1, 2, 3]
-    assert seen == [[True] * 4, [True, False, True, False], [True, False, False, False]]
+    return decoder.seen
+
+
+def test_the_most_confident_positions_are_committed_first() -> None:
+    assert fill_certain(3, 2.0) == [[True] * 4, [True, False, True, False], [True] + [False] * 3]
+
+
+def test_everything_above_the_threshold_is_committed_at_once() -> None:
+    rest = [[True, False, True, False], [True] + [False] * 3]
+    assert fill_certain(4, 0.9) == [[True] * 4, *rest]
+    assert fill_certain(4, 2.0) == [[True] * 4, [True, False, True, True], *rest]
 
 
 @pytest.fixture(scope="module")
