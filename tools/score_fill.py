@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""Scores exported block-diffusion models on Python files that they were not trained on.
+
+    score_fill.py BEFORE_DIR AFTER_DIR --files library/email --json scores.json
+
+*Masked-token accuracy*: the share of masked tokens whose likeliest prediction is the original, at
+several mask rates; masks depend on the seed only. All blocks are masked at once, as in training.
+*Valid code*: functions are continued after their header and docstring; the share of texts that
+`ast.parse` accepts, without the last line if it is not complete.
+Specified by tests/tools/test_score_fill.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from block_filling import (
+    PrefixDecoder,
+    Sampling,
+    Semantics,
+    allowed_pairs,
+    generate,
+    read_semantics,
+)
+from generate import load, stop_ids
+
+
+@dataclass(frozen=True)
+class Score:
+    """One model's numbers: accuracy by mask rate, and how many continuations are valid code."""
+
+    model: str
+    accuracy: dict[str, float]
+    num_masked: dict[str, int]
+    valid_share: float
+    num_snippets: int
+    tokens_per_forward: float
+
+
+def draw_masks(length: int, rate: float, seed: int, first: int) -> torch.Tensor:
+    """bool [length]: each position from `first` on with probability `rate`, at least one."""
+    random = torch.Generator().manual_seed(seed)
+    masked = torch.rand(length, generator=random) < rate
+    masked[:first] = False
+    if not masked.any():
+        masked[int(torch.randint(first, length, (1,), generator=random))] = True
+    return masked
+
+
+@torch.no_grad()
+def predictions(
+    model: Any, clean: torch.Tensor, corrupted: torch.Tensor, rules: Semantics, num_ids: int
+) -> torch.Tensor:
+    """The likeliest id of each position [L] (that of the position before, if shifted)."""
+    length = len(clean)
+    position = torch.arange(length).repeat(2)
+    hidden = ~allowed_pairs(position, torch.arange(2 * length) >= length, rules)
+    bias = torch.zeros(hidden.shape, dtype=model.dtype)
+    bias.masked_fill_(hidden, torch.finfo(model.dtype).min)
+    output = model(
+        input_ids=torch.cat([clean, corrupted])[None].to(model.device),
+        position_ids=position[None].to(model.device),
+        attention_mask=bias[None, None].to(model.device),
+        use_cache=False,
+        logits_to_keep=length,
+    )
+    logits = output.logits[0].float()
+    logits[:, num_ids:] = float("-inf")
+    logits[:, rules.mask_token_id] = float("-inf")
+    found: torch.Tensor = logits.argmax(-1).cpu()
+    return found.roll(1) if rules.logit_alignment == "shifted" else found
+
+
+def masked_accuracy(
+    model: Any, files: Sequence[torch.Tensor], rate: float, rules: Semantics, num_ids: int
+) -> tuple[int, int]:
+    """(masked tokens that are predicted, masked tokens) of all files."""
+    right = total = 0
+    first = int(rules.logit_alignment == "shifted")  # nothing predicts position 0
+    for seed, clean in enumerate(files):
+        masked = draw_masks(len(clean), rate, seed, first)
+        corrupted = clean.masked_fill(masked, rules.mask_token_id)
+        equal = predictions(model, clean, corrupted, rules, num_ids) == clean
+        right, total = right + int(equal[masked].sum()), total + int(masked.sum())
+    return right, total
+
+
+def headers(source: str) -> Iterator[str]:
+    """The text of each function up to its first statement after the docstring."""
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef) or node.end_lineno is None:
+            continue
+        has_docstring = ast.get_docstring(node) is not None
+        if len(node.body) < 2 + has_docstring:
+            continue
+        stop = (node.body[0].end_lineno if has_docstring else node.body[0].lineno - 1) or 0
+        yield textwrap.dedent("".join(lines[node.lineno - 1 : stop]))
+
+
+def is_valid(text: str) -> bool:
+    """Whether the complete lines of a text are Python."""
+    try:
+        ast.parse(text[: text.rfind("\n") + 1])
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
+def score(directory: Path, args: argparse.Namespace) -> Score:
+    """All numbers of one model."""
+    rules = read_semantics(directory, {})
+    model, tokenizer = load(directory, args.dtype, args.device)
+
+    def encode(text: str) -> torch.Tensor:
+        return torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+
+    paths = sorted(path for root in args.files for path in root.rglob("*.py"))
+    sources = [path.read_text(encoding="utf-8") for path in paths]
+    texts = [encode(source)[: args.length] for source in sources]
+    texts = [text for text in texts if len(text) == args.length][: args.max_files]
+    prompts = [header for source in sources for header in headers(source)]
+    picked = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(args.seed))
+    prompts = [prompts[index] for index in picked[: args.snippets].tolist()]
+    if not texts or not prompts:
+        raise ValueError(
+            f"{len(paths)} files: {len(texts)} of {args.length} tokens or more, and "
+            f"{len(prompts)} functions; give more files, or a shorter --length."
+        )
+    counts = {
+        rate: masked_accuracy(model, texts, rate, rules, len(tokenizer)) for rate in args.rates
+    }
+    how = Sampling(args.steps or rules.block_size, len(tokenizer), args.threshold)
+    valid = new = passes = 0
+    for prompt in prompts:
+        decoder, start = PrefixDecoder(model, rules), encode(prompt)
+        ends = stop_ids(model, tokenizer)
+        tokens = generate(decoder, start, args.max_new_tokens, how, ends, torch.Generator())
+        written = tokenizer.decode(tokens[len(start) :], skip_special_tokens=True)
+        valid += is_valid(prompt + written) and bool(written.strip())
+        new, passes = new + len(tokens) - len(start), passes + decoder.num_forwards
+    return Score(
+        model=directory.name,
+        accuracy={str(rate): right / total for rate, (right, total) in counts.items()},
+        num_masked={str(rate): total for rate, (_, total) in counts.items()},
+        valid_share=valid / len(prompts),
+        num_snippets=len(prompts),
+        tokens_per_forward=new / passes,
+    )
+
+
+def table(scores: Sequence[Score]) -> str:
+    """The scores as a Markdown table."""
+    rates = list(scores[0].accuracy)
+    heads = [*(f"masked {float(rate):.0%}" for rate in rates), "valid Python", "tokens a forward"]
+    rows = [["model", *heads], ["---"] * (len(heads) + 1)]
+    for one in scores:
+        accuracy = [f"{one.accuracy[rate]:.1%}" for rate in rates]
+        valid = f"{one.valid_share:.1%} of {one.num_snippets}"
+        rows.append([one.model, *accuracy, valid, f"{one.tokens_per_forward:.2f}"])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("models", type=Path, nargs="+", help="Hugging Face directories with tokenizers")
+    add("--files", type=Path, nargs="+", required=True, help="folders of held-out Python files")
+    add("--max-files", type=int, default=16, help="for the accuracy (default %(default)s)")
+    add("--length", type=int, default=512, help="tokens of each file (default %(default)s)")
+    add("--rates", type=float, nargs="+", default=[0.25, 0.5, 0.75], help="mask rates")
+    add("--snippets", type=int, default=32, help="functions to continue (default %(default)s)")
+    add("--max-new-tokens", type=int, default=64, help="of each (default %(default)s)")
+    add("--steps", type=int, default=0, help="forward passes a block (default: block size)")
+    add("--threshold", type=float, default=0.9, help="probability (default %(default)s)")
+    add("--seed", type=int, default=0, help="chooses the functions (default %(default)s)")
+    add("--json", type=Path, default=Path("scores.json"), help="(default %(default)s)")
+    add("--device", default="cpu")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Scores every model; prints the table and writes the JSON."""
+    args, begin = parse(arguments), time.perf_counter()
+    try:
+        scores = [score(directory, args) for directory in args.models]
+    except (ValueError, OSError) as error:
+        print(f"score_fill: {error}", file=sys.stderr)
+        return 1
+    args.json.write_text(json.dumps([asdict(one) for one in scores], indent=2) + "\n")
+    print(table(scores))
+    print(f"{time.perf_counter() - begin:.0f} s; written to {args.json}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
