@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def inspect_directory(directory: Path) -> dict[str, Any]:
         return {
             "kind": "hf",
             "family": model.family.name,
-            **vars(model.shape),
+            **asdict(model.shape),
             "passed_through": len(model.passed),
             "mask_token_id": config.get("mask_token_id", -1),
             "block_size": config.get("block_size", 0),

@@ -164,6 +164,7 @@ def open_megatron_model(
         if _MASTER.match(key) and info.dtype == torch.float32
     }
     ignored = len(reader.tensors) - len(found) + len(reader.objects)
+    links += _repeated_head(links, shape, names)
     return MegatronModel(family, shape, links, layout, reader, masters, ignored)
 
 
@@ -191,6 +192,17 @@ def _present(
         only_alias = link_key(link, layout) not in found and link_key(alias, layout) in found
         chosen.append(alias if only_alias else link)
     return tuple(chosen)
+
+
+def _repeated_head(
+    links: Sequence[Link], shape: ModelShape, names: Collection[str]
+) -> tuple[Link, ...]:
+    """Returns the head of a tied repository that stores it again, as a copy of the embedding."""
+    if not (shape.tied and shape.head_name in names):
+        return ()
+    return tuple(
+        replace(link, sources=(shape.head_name,)) for link in links if link.name == EMBEDDING_KEY
+    )
 
 
 def _check_tied_output(reader: TorchDistReader, vocab_size: int) -> None:

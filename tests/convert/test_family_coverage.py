@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from megatron_bp.convert.ar_to_bdlm import ImportRequest, hf_to_mcore
+from megatron_bp.convert.check import inspect_directory, verify
+from megatron_bp.convert.export import ExportRequest, mcore_to_hf
 from megatron_bp.convert.families import FAMILIES, read_model
 from megatron_bp.convert.link import Link, TensorInfo
 from megatron_bp.convert.plan import (
@@ -21,7 +24,9 @@ from megatron_bp.convert.plan import (
     megatron_shapes,
 )
 from megatron_bp.convert.progress import Silent
+from megatron_bp.convert.torch_dist_io import TorchDistReader
 from tests.convert.tiny_families import CASES, make_case, write_repository
+from tests.convert.tiny_models import read_hf, same_bits
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # One case a key layout: what the golden lists hold.
@@ -136,18 +141,110 @@ def test_a_renamed_tensor_stops_the_conversion_before_anything_is_written(
 
 def test_a_tied_head_that_differs_is_refused_in_a_vision_repository(tmp_path: Path):
     config, tensors = make_case("mistral3-tied")
-    embedding = tensors["language_model.model.embed_tokens.weight"]
-    for change, text in ((0.0, ""), (1.0, "language_model.lm_head.weight differs")):
-        head = {"language_model.lm_head.weight": embedding + change}
-        hf = write_repository(tmp_path / f"hf{change}", config, tensors | head)
-        request = ImportRequest(hf, tmp_path / "m", Layout.PER_LAYER, "keep", overwrite=False)
-        if not text:
-            hf_to_mcore(request, Silent())
-            continue
-        with pytest.raises(ValueError, match=text):
-            hf_to_mcore(
-                ImportRequest(hf, tmp_path / "n", Layout.PER_LAYER, "keep", False), Silent()
-            )
+    head = {
+        "language_model.lm_head.weight": tensors["language_model.model.embed_tokens.weight"] + 1
+    }
+    hf = write_repository(tmp_path / "hf", config, tensors | head)
+    request = ImportRequest(hf, tmp_path / "m", Layout.PER_LAYER, "keep", overwrite=False)
+    with pytest.raises(ValueError, match=r"language_model\.lm_head\.weight differs"):
+        hf_to_mcore(request, Silent())
+
+
+def test_a_tied_head_that_a_repository_repeats_is_repeated_by_the_export(tmp_path: Path):
+    config, tensors = make_case("mistral3-tied")
+    head = "language_model.lm_head.weight"
+    tensors[head] = tensors["language_model.model.embed_tokens.weight"].clone()
+    hf = write_repository(tmp_path / "hf", config, tensors)
+    m = tmp_path / "m"
+    hf_to_mcore(ImportRequest(hf, m, Layout.PER_LAYER, "keep", overwrite=False), Silent())
+    assert "output_layer.weight" not in TorchDistReader(m / "release").tensors
+    request = ExportRequest(m, tmp_path / "b", m / "hf", -1, "keep", 10**9, 0, -1, overwrite=False)
+    mcore_to_hf(request, Silent())
+    after = read_hf(tmp_path / "b")
+    assert after.keys() == tensors.keys()
+    assert same_bits(after[head], tensors[head])
+
+
+@pytest.mark.parametrize("name", ["qwen3_5-released", "diffusion_gemma-tied", "dflash2"])
+def test_inspect_and_verify_understand_every_kind_of_family(tmp_path: Path, name: str):
+    config, tensors = make_case(name)
+    hf, m = write_repository(tmp_path / "hf", config, tensors), tmp_path / "m"
+    hf_to_mcore(ImportRequest(hf, m, Layout.PER_LAYER, "keep", overwrite=False), Silent())
+    seen = json.loads(json.dumps(inspect_directory(hf)))
+    assert (seen["family"], seen["num_tensors"]) == (name.partition("-")[0], len(tensors))
+    result = verify(hf, m, Silent())
+    assert (result["differ"], result["exempt_rows"]) == ([], 0)
+    assert result["tensors"] >= len(tensors)
+    changed = next(key for key in tensors if key.endswith("norm.weight"))
+    other = write_repository(tmp_path / "x", config, tensors | {changed: tensors[changed] + 1})
+    assert verify(other, m, Silent())["differ"] == [changed]
+
+
+# Published counts of parameters (model cards), tied tables counted once.
+PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
+    "SmolLM2-135M": (
+        134_515_008,
+        {
+            "model_type": "llama",
+            "num_hidden_layers": 30,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "vocab_size": 49152,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Qwen2.5-7B": (
+        7_615_616_512,
+        {
+            "model_type": "qwen2",
+            "num_hidden_layers": 28,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "vocab_size": 152064,
+        },
+    ),
+    "Qwen3-8B": (
+        8_190_735_360,
+        {
+            "model_type": "qwen3",
+            "num_hidden_layers": 36,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 151936,
+        },
+    ),
+    "Qwen3-30B-A3B": (
+        30_532_122_624,
+        {
+            "model_type": "qwen3_moe",
+            "num_hidden_layers": 48,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_give_the_published_number_of_parameters(name: str):
+    count, config = PUBLISHED[name]
+    links = make_links(*read_model({"max_position_embeddings": 4096, **config}))
+    assert sum(math.prod(shape) for shape in hf_shapes(links).values()) == count
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_5-released", "gemma4-tied"])
