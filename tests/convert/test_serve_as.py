@@ -59,11 +59,12 @@ DRAFT: dict[str, Any] = {
     "sliding_window": 2048,
     "is_causal": False,
     "block_size": 8,
-    "dflash_config": {
-        "mask_token_id": 151669, "target_layer_ids": [1, 4, 6],
-        "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16,
-    },
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 4, 6]},
+}
+_SECOND = {
+    "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16,
 }  # fmt: skip
+DRAFT2: dict[str, Any] = {**DRAFT, "dflash_config": {**DRAFT["dflash_config"], **_SECOND}}
 EXPORTS = {
     "sdar": Export("qwen3", QWEN, SDAR, 151936, False),
     "fast_dllm_v2": Export("qwen2", QWEN, FAST, 151936, True),
@@ -72,7 +73,7 @@ EXPORTS = {
     ),
     "diffusion_gemma": Export("diffusion_gemma", QWEN, AUTOREGRESSIVE, 262144, True),
     "dflash": Export("dflash", DRAFT, AUTOREGRESSIVE, 151936, True),
-    "dflash2": Export("dflash2", DRAFT, AUTOREGRESSIVE, 151936, True),
+    "dflash2": Export("dflash2", DRAFT2, AUTOREGRESSIVE, 151936, True),
 }
 _LAYERS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
@@ -156,6 +157,8 @@ def test_architecture_and_type_are_the_engines(name: str, expected: tuple[str, s
         ("dflash", {"config": {**DRAFT, "dflash_config": {}}}, "target_layer_ids is missing; eng"),
         ("dflash", {"config": {**DRAFT, "layer_types": []}}, "layer_types has 0 entries"),
         ("dflash", {"config": {**DRAFT, "sliding_window": None}}, "sliding_window is missing"),
+        ("dflash", {"config": DRAFT2}, "selector_top_k=16 belongs to DFlash2: the engine would"),
+        ("dflash2", {"config": DRAFT}, "dflash_config.selector_rank is missing"),
         ("dflash2", {"family": "dflash"}, "family=dflash must be dflash2"),
     ],
 )

@@ -75,7 +75,17 @@ def _second_config(export: Export) -> dict[str, Any]:
     return {**config, "dflash_config": {**config["dflash_config"], "projector_type": "dflash2"}}
 
 
-DFLASH = Profile("dflash", lambda export: _problems(export, "dflash", _MANDATORY), _first_config)
+def _first_problems(export: Export) -> list[str]:
+    own = _own(export.config)
+    return _problems(export, "dflash", _MANDATORY) + [
+        f"dflash_config.{name}={own[name]} belongs to DFlash2: the engine would build that part "
+        f"with random weights; remove it"
+        for name in _SECOND
+        if own.get(name)
+    ]
+
+
+DFLASH = Profile("dflash", _first_problems, _first_config)
 DFLASH2 = Profile(
     "dflash2",
     lambda export: _problems(export, "dflash2", _MANDATORY + _SECOND),
