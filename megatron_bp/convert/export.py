@@ -138,7 +138,7 @@ def _plan_export(request: ExportRequest) -> _ExportPlan:
     stored |= {n: x for n, x in kept.tensors.items() if profile.keeps_others or n in stored}
     names: dict[str, tuple[str, ...]] = {name: (profile.rename(name),) for name in stored}
     embedding = source_of(model.links, EMBEDDING_KEY)
-    if profile.untied_head and shape.tied and embedding:
+    if profile.untied_head and shape.tied and embedding and shape.head_name not in names:
         names[embedding] += (profile.untied_head,)
     outputs = {new: info for name, info in stored.items() for new in names[name]}
     work = ExportWork(

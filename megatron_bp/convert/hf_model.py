@@ -31,7 +31,7 @@ class HfModel:
     """A Hugging Face directory whose every tensor is accounted for.
 
     `passed` are the tensors to keep beside the checkpoint: those that Megatron's model does not own
-    and the originals of those that get an offset.
+    and the originals of those that get an offset or keep a dtype of their own.
     """
 
     family: Family
@@ -71,7 +71,9 @@ def open_hf_model(directory: Path) -> HfModel:
         dtypes = {found[name].dtype for name in link.sources}
         if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
             raise ValueError(f"{', '.join(link.sources)} have dtypes {dtypes}; must be one float")
-    originals = {name: found[name] for link in links if link.offset for name in link.sources}
+    originals = {
+        name: found[name] for link in links if link.offset or link.pinned for name in link.sources
+    }
     return HfModel(family, shape, links, source, passed | originals)
 
 

@@ -1,8 +1,9 @@
 """The tensors of a repository that Megatron's model does not own, and the names of all the others.
 
 An import keeps them in a folder of the assets, an export puts them back. Tensors that get an offset
-are kept too, because adding and taking away rounds: w - 1 + 1 is not w for small w. Specified by
-tests/convert/test_pass_through.py.
+are kept too, because adding and taking away rounds: w - 1 + 1 is not w for small w. So are those
+with a dtype of their own, because Megatron saves fp32 parameters of a bf16 model in bf16. Specified
+by tests/convert/test_exact_offset.py and test_family_round_trips.py.
 """
 
 from __future__ import annotations

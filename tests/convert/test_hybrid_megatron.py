@@ -17,6 +17,7 @@ from megatron_bp.convert.progress import Silent
 from tests.convert import megatron_models as mm
 from tests.convert.family_models import BUILDERS
 from tests.convert.hybrid_models import build_hybrid
+from tests.convert.tiny_families import make_case, write_repository
 from tests.convert.tiny_models import read_hf, same_bits
 from tests.distributed import run_distributed
 
@@ -86,3 +87,39 @@ def test_logits_equal_those_of_transformers_in_fp32_and_checkpoints_export_bit_e
         before, after = read_hf(tmp_path / name / "hf"), read_hf(target)
         assert before.keys() == after.keys()
         assert [key for key in before if not same_bits(before[key], after[key])] == [], case
+
+
+def _through_bf16(rank: int, world_size: int, root: str) -> dict[str, torch.Tensor]:
+    mm.start(1, 1)
+    config = read_config(Path(root) / "hf")["text_config"]
+    model = build_hybrid(config, 1, torch.bfloat16, 104)
+    mm.load(model, Path(root) / "m" / "release")
+    mm.save(model, Path(root) / "trained", homogeneous=False)
+    return {
+        name: parameter.data
+        for name, parameter in model.named_parameters()
+        if name.endswith(("A_log", "out_norm.weight"))
+    }
+
+
+@pytest.mark.slow
+def test_a_bf16_model_takes_fp32_parameters_and_the_repository_comes_back(tmp_path: Path):
+    # As released: bf16, but A_log and the gated norm fp32, with vision and MTP tensors beside.
+    config, tensors = make_case("qwen3_5-released")
+    hf = write_repository(tmp_path / "hf", config, tensors)
+    hf_to_mcore(ImportRequest(hf, tmp_path / "m", Layout.PER_LAYER, "keep", False), Silent())
+    (found,) = run_distributed(_through_bf16, 1, str(tmp_path))
+    assert len(found) == 6
+    for name, value in found.items():
+        layer = f"model.language_model.layers.{name.split('.')[2]}.linear_attn."
+        decay = name.endswith("A_log")
+        original = tensors[layer + ("A_log" if decay else "norm.weight")]
+        assert same_bits(value, (original if decay else original - 1).bfloat16())
+    assets, target = tmp_path / "m" / "hf", tmp_path / "back"
+    request = ExportRequest(
+        tmp_path / "trained", target, assets, -1, "keep", 10**9, 0, -1, overwrite=False
+    )
+    mcore_to_hf(request, Silent())
+    after = read_hf(target)
+    assert after.keys() == tensors.keys()
+    assert [key for key in tensors if not same_bits(tensors[key], after[key])] == []
