@@ -5,8 +5,9 @@
     modelopt_fp8.py EXPORTED_HF_DIR OUT --text module.py
 
 Calibration sees the tokens that decoding sees: text in which a random part of every block is masked
-(under the causal attention of the plain model; only value ranges are taken). The output is modelopt's own format (hf_quant_config.json, weight scales), which TensorRT-LLM, vLLM and
-SGLang read; block_size, mask_token_id, alignment and tokenizer go with it. Runs on the CPU.
+(under the causal attention of the plain model; only value ranges are taken). The output is
+modelopt's own format (hf_quant_config.json, weight scales), which TensorRT-LLM, vLLM and SGLang
+read; block_size, mask_token_id, alignment and tokenizer go with it. Runs on the CPU.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def open_megatron_model(
     if shape.tied and OUTPUT_KEY in found and EMBEDDING_KEY in found:
         _check_tied_output(reader, shape.vocab_size)
         del found[OUTPUT_KEY]
-    links = _present(every, layout, found)
+    links = _present(reader, every, layout, found)
     left_out = {link_key(link, layout) for link in every} - {link_key(x, layout) for x in links}
     check_coverage(
         str(directory),
@@ -180,18 +180,36 @@ def _find_layout(links: Sequence[Link], found: Mapping[str, TensorInfo]) -> Layo
 
 
 def _present(
-    links: Sequence[Link], layout: Layout, found: Mapping[str, TensorInfo]
+    reader: TorchDistReader,
+    links: Sequence[Link],
+    layout: Layout,
+    found: Mapping[str, TensorInfo],
 ) -> tuple[Link, ...]:
-    """Returns the links without aliases, or with the alias where only that is in the checkpoint."""
+    """Returns the links without aliases, or with the alias where only that is in the checkpoint.
+
+    Raises: ValueError when a checkpoint has both and they differ.
+    """
     aliases = {(link.layer, link.sources, link.pieces): link for link in links if link.alias}
     chosen = []
     for link in links:
         alias = aliases.get((link.layer, link.sources, link.pieces), link)
         if link.alias:
             continue
-        only_alias = link_key(link, layout) not in found and link_key(alias, layout) in found
-        chosen.append(alias if only_alias else link)
+        keys = [link_key(link, layout), link_key(alias, layout)]
+        if alias is not link and all(key in found for key in keys):
+            _check_same(reader, keys, link.layer if layout is Layout.HOMOGENEOUS else -1)
+        chosen.append(alias if keys[0] not in found and keys[1] in found else link)
     return tuple(chosen)
+
+
+def _check_same(reader: TorchDistReader, keys: Sequence[str], layer: int) -> None:
+    """Raises: ValueError when a tensor and its second copy differ."""
+    rows = [torch.cat([part for _, part in reader.iter_rows(key, layer)]) for key in keys]
+    if rows[0].dtype != rows[1].dtype or not torch.equal(rows[0], rows[1]):
+        raise ValueError(
+            f"{reader.directory}: {keys[0]} and {keys[1]} are one tensor under two names, but "
+            f"differ; remove the one that the model did not use"
+        )
 
 
 def _repeated_head(

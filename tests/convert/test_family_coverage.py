@@ -15,6 +15,7 @@ from megatron_bp.convert.check import inspect_directory, verify
 from megatron_bp.convert.export import ExportRequest, mcore_to_hf
 from megatron_bp.convert.families import FAMILIES, read_model
 from megatron_bp.convert.link import Link, TensorInfo
+from megatron_bp.convert.megatron_model import open_megatron_model
 from megatron_bp.convert.plan import (
     Layout,
     check_coverage,
@@ -24,7 +25,8 @@ from megatron_bp.convert.plan import (
     megatron_shapes,
 )
 from megatron_bp.convert.progress import Silent
-from megatron_bp.convert.torch_dist_io import TorchDistReader
+from megatron_bp.convert.torch_dist_io import COMMON_STATE, Chunk, TorchDistReader
+from megatron_bp.convert.torch_dist_writer import write_torch_dist
 from tests.convert.tiny_families import CASES, make_case, write_repository
 from tests.convert.tiny_models import read_hf, same_bits
 
@@ -245,6 +247,26 @@ def test_published_configs_give_the_published_number_of_parameters(name: str):
     count, config = PUBLISHED[name]
     links = make_links(*read_model({"max_position_embeddings": 4096, **config}))
     assert sum(math.prod(shape) for shape in hf_shapes(links).values()) == count
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_a_norm_that_differs_under_its_two_names_is_refused(tmp_path: Path, layout: Layout):
+    config, tensors = make_case("qwen3_moe-untied")
+    hf, m = write_repository(tmp_path / "hf", config, tensors), tmp_path / "m"
+    hf_to_mcore(ImportRequest(hf, m, layout, "keep", overwrite=False), Silent())
+    reader = TorchDistReader(m / "release")
+    chunks, values = [], {}
+    for key, info in reader.tensors.items():
+        chunk = Chunk(key, info, (0,) * len(info.shape), info.shape)
+        chunks.append(chunk)
+        values[key] = torch.cat([rows for _, rows in reader.iter_rows(key)])
+    changed = next(key for key in values if key.endswith("pre_mlp_layernorm.weight"))
+    values[changed] = values[changed] + 1
+    objects = {COMMON_STATE: reader.common_state()}
+    write_torch_dist(tmp_path / "x", chunks, objects, lambda chunk: values[chunk.key])
+    with pytest.raises(ValueError, match="are one tensor under two names, but differ") as error:
+        open_megatron_model(tmp_path / "x", config)
+    assert changed in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_5-released", "gemma4-tied"])
