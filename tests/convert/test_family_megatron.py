@@ -15,6 +15,7 @@ import torch
 from megatron_bp.convert.ar_to_bdlm import ImportRequest, hf_to_mcore
 from megatron_bp.convert.export import ExportRequest, mcore_to_hf
 from megatron_bp.convert.families import read_model
+from megatron_bp.convert.families.rope import read_rope
 from megatron_bp.convert.hf_assets import read_config
 from megatron_bp.convert.plan import Layout, extra_state_keys
 from megatron_bp.convert.progress import Silent
@@ -146,6 +147,47 @@ def _megatron_logits(rank: int, world_size: int, root: str, configs: dict[str, A
         objects = [getattr(entry, "unique_key", "") for entry in asked.values()]
         found[name] = (logits, sorted(key for key in objects if key))
     return found
+
+
+# Ministral-3 8B and Nemotron-Labs-Diffusion 8B.
+YARN_8B = {**YARN, "original_max_position_embeddings": 16384}
+
+
+def _megatron_angles(rank: int, world_size: int) -> torch.Tensor:
+    mm.start(1, 1)
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
+        YarnRotaryEmbedding,
+    )
+
+    flags = dict(read_rope({"rope_parameters": YARN_8B}, []).args)
+    rotary = YarnRotaryEmbedding(
+        128,
+        rotary_base=1000000,
+        use_cpu_initialization=True,
+        scaling_factor=flags["rotary_scaling_factor"],
+        original_max_position_embeddings=flags["yarn_original_max_position_embeddings"],
+        beta_fast=flags["yarn_beta_fast"],
+        beta_slow=flags["yarn_beta_slow"],
+        mscale=flags["mscale"],
+        mscale_all_dim=flags["mscale_all_dim"],
+        correction_range_round_to_int=flags["yarn_correction_range_round_to_int"],
+    )
+    angles, scale = rotary.get_emb(2)
+    return angles[1, 0, 0, :64] * scale
+
+
+@pytest.mark.slow
+def test_yarn_of_the_8b_models_turns_by_transformers_angles():
+    from transformers import Ministral3Config
+    from transformers.models.ministral3.modeling_ministral3 import Ministral3RotaryEmbedding
+
+    rotary = Ministral3RotaryEmbedding(Ministral3Config(rope_parameters=YARN_8B))
+    assert rotary.attention_scaling == 1.0
+    (found,) = run_distributed(_megatron_angles, 1)
+    torch.testing.assert_close(found, rotary.inv_freq, rtol=1e-6, atol=0)
+    plain = 1e6 ** -(torch.arange(0, 128, 2) / 128)
+    assert (found / plain).min() < 0.07  # the slowest are 16 times slower
+    assert torch.equal((found / plain).round(decimals=5)[:8], torch.ones(8))
 
 
 @pytest.mark.slow
