@@ -66,7 +66,7 @@ class CorruptionRules:
         document = self.document_of_position(clean)
         corruption = corrupt(
             tokens,
-            self._supervised(clean, is_padding),
+            self.supervised(clean, is_padding),
             make_blocks(len(tokens), self.block_size, document_spans(document, self.block_size)),
             self.objective,
             mask_token_id=self.mask_token_id,
@@ -93,7 +93,8 @@ class CorruptionRules:
         spans = self.documents(clean["tokens"].numpy())
         return np.repeat(np.arange(len(spans)), [hi - lo for lo, hi in spans])
 
-    def _supervised(self, clean: Sample, is_padding: bool) -> np.ndarray:
+    def supervised(self, clean: Sample, is_padding: bool) -> np.ndarray:
+        """Returns which tokens of an item are to be learnt, bool [L]."""
         tokens = clean["tokens"].numpy()
         if "supervised" in clean:
             supervised = clean["supervised"].numpy() & (not is_padding)

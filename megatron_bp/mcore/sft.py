@@ -154,7 +154,9 @@ def build_packed_datasets(
     problems = []
     whole = Documents(_prefixes(blend)) if blend else None
     for index, (name, wanted) in enumerate(zip(SPLITS, num_samples, strict=True)):
-        if wanted == 0 or (whole is None and not (blend_per_split or [None] * 3)[index]):
+        shares = parse_and_normalize_split(args.split)
+        is_given = shares[index] > 0 if whole else bool((blend_per_split or [None] * 3)[index])
+        if wanted == 0 or not is_given:
             datasets.append(None)
             continue
         documents = whole or Documents(_prefixes(blend_per_split[index]))
@@ -163,7 +165,7 @@ def build_packed_datasets(
         if lo == hi:
             problems.append(
                 f"the {name} split (--split {args.split}) of {len(documents)} documents is empty; "
-                "give it a larger share, or set --eval-iters 0"
+                "give it a larger share, or none (0)"
             )
             continue
         datasets.append(

@@ -133,6 +133,7 @@ def test_documents_are_split_in_order(tmp_path: Path) -> None:
     train, valid, test = build(arguments(data_path=[write(tmp_path / "a")]))
     assert (train.span, valid.span, test.span) == ((0, 16), (16, 18), (18, 20))
     assert build(arguments(data_path=[str(tmp_path / "a")]), here=False) == [None] * 3
+    assert build(arguments(data_path=[str(tmp_path / "a")], split="80,20,0"))[2] is None
 
 
 def test_each_split_may_have_prefixes_of_its_own(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         ({"data_path": [str(tmp_path / "none")]}, "is missing; run tools/preprocess.py"),
         ({"data_path": ["1", good, "2", good]}, "weights .* are not supported"),
         ({"data_path": [bad]}, "does not have the documents of"),
-        ({"data_path": [good], "split": "99,1,0"}, "the validation split .* is empty"),
+        ({"data_path": [good], "split": "99,1,0"}, "the validation split .* is empty; give it a la"),
         ({"data_path": [good], "mock_data": True}, "drop --mock-data"),
     ):
         with pytest.raises(ValueError, match=message):
