@@ -3,6 +3,8 @@
 convert_checkpoint.py hf2mcore HF_DIR OUT            unchanged weights
 convert_checkpoint.py ar2bdlm HF_DIR OUT --block-size 32 --mask-token-id 151669
 convert_checkpoint.py mcore2hf MEGATRON_DIR OUT --hf-assets OUT/hf [--serve-as sdar]
+convert_checkpoint.py mcore2hf BASE_DIR OUT --lora ADAPTER_DIR     merged into the base
+convert_checkpoint.py lora2peft ADAPTER_DIR OUT --hf-assets BASE_DIR/hf
 convert_checkpoint.py draft2hf MEGATRON_DIR OUT --hf-assets DRAFT_CONFIG_DIR --serve-as dflash2
 convert_checkpoint.py inspect DIR
 convert_checkpoint.py verify HF_DIR MEGATRON_DIR
@@ -29,6 +31,7 @@ from megatron_bp.convert.ar_to_bdlm import (
 from megatron_bp.convert.bdlm_settings import ALIGNMENT_OF_OBJECTIVE, CLEAN_RULES, BdlmSettings
 from megatron_bp.convert.check import inspect_directory, verify
 from megatron_bp.convert.export import WEIGHTS, ExportRequest, default_assets, mcore_to_hf
+from megatron_bp.convert.lora import open_adapters, write_peft
 from megatron_bp.convert.megatron_model import LATEST
 from megatron_bp.convert.plan import DTYPES, KEEP_DTYPE, Layout
 from megatron_bp.convert.progress import ProgressLine
@@ -74,6 +77,8 @@ def run(args: argparse.Namespace, progress: ProgressLine) -> dict[str, Any]:
         return inspect_directory(args.directory)
     if args.command == "verify":
         return verify(args.hf, args.megatron, progress)
+    if args.command == "lora2peft":
+        return write_peft(open_adapters(args.source), args.hf_assets, args.target)
     common = {"workers": args.workers, "check_finite": args.check_finite}
     if args.command in ("mcore2hf", "draft2hf"):
         assets = args.hf_assets or default_assets(args.source)
@@ -86,6 +91,7 @@ def run(args: argparse.Namespace, progress: ProgressLine) -> dict[str, Any]:
             clean_rule=args.clean_rule,
             weights=args.weights,
             serve_as=args.serve_as,
+            adapters=tuple(args.lora),
         )
         return mcore_to_hf(request, progress)
     layout = Layout(args.layout)
@@ -122,6 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
             kinds = drafts if name == "draft2hf" else (AS_IT_IS, *(set(PROFILES) - set(drafts)))
             required = name == "draft2hf"
             add("--serve-as", choices=sorted(kinds), default=AS_IT_IS, required=required)
+            add("--lora", type=Path, nargs="*", default=[], help="runs with adapters, to merge")
         else:
             add("--layout", choices=list(Layout), default=Layout.PER_LAYER)
         if name == "ar2bdlm":
@@ -132,6 +139,10 @@ def make_parser() -> argparse.ArgumentParser:
             add("--mask-token-id", type=int, default=-1, help="default: the family's usual one")
             add("--resize", action="store_true", help="add a table row")
             add("--mask-row-init", choices=("mean", "keep"), default="mean")
+    add = commands.add_parser("lora2peft").add_argument
+    add("source", type=Path, help="--save folder of a run with --bdlm-lora-rank")
+    add("target", type=Path)
+    add("--hf-assets", type=Path, required=True, help="config of the base")
     commands.add_parser("inspect").add_argument("directory", type=Path)
     add = commands.add_parser("verify").add_argument
     add("hf", type=Path)

@@ -35,6 +35,7 @@ from megatron_bp.convert.hf_assets import (
 )
 from megatron_bp.convert.jobs import run_journaled
 from megatron_bp.convert.link import Link, TensorInfo
+from megatron_bp.convert.lora import merge, open_adapters
 from megatron_bp.convert.megatron_args import ASSETS_NAME
 from megatron_bp.convert.megatron_model import (
     MegatronModel,
@@ -60,6 +61,7 @@ class ExportRequest:
     `assets` is a Hugging Face directory without weights (config, tokenizer); `iteration` -1 is the
     latest; `dtype` is "keep" or a name in `DTYPES`; `block_size` 0, `mask_token_id` -1, `objective`
     "" and `clean_rule` "" take what checkpoint and assets say. `weights` is one of `WEIGHTS`.
+    `adapters` are folders of runs with adapters on `source`, merged into it.
     """
 
     source: Path
@@ -77,6 +79,7 @@ class ExportRequest:
     workers: int = 1
     check_finite: bool = False
     serve_as: str = AS_IT_IS
+    adapters: tuple[Path, ...] = ()
 
 
 def mcore_to_hf(request: ExportRequest, progress: Progress) -> dict[str, Any]:
@@ -123,10 +126,12 @@ def _plan_export(request: ExportRequest) -> _ExportPlan:
     """Returns everything decided and checked, with nothing written."""
     directory = find_iteration(request.source, request.iteration)
     config = read_config(request.assets)
-    model = open_megatron_model(directory, config, repository_names(request.assets))
+    every = tuple(open_adapters(folder) for folder in request.adapters)
+    model = merge(open_megatron_model(directory, config, repository_names(request.assets)), every)
     state = model.reader.common_state()
     manifest = read_manifest(request.assets.parent)
-    args = vars(state.get("args", argparse.Namespace()))
+    # The run that trained adapters says what the merged model is.
+    args = dict(every[-1].args) if every else vars(state.get("args", argparse.Namespace()))
     settings = _find_settings(request, model, args, config, manifest)
     shape = model.shape
     export = Export(model.family.name, config, settings, shape.vocab_size, shape.tied)
@@ -160,7 +165,7 @@ def _plan_export(request: ExportRequest) -> _ExportPlan:
     fields = {
         **_inherited(manifest),
         "weights": "master" if master else "model",
-        "exported_iteration": int(state.get("iteration", 0)),
+        "exported_iteration": every[-1].iteration if every else int(state.get("iteration", 0)),
         "ignored_entries": model.ignored,
     }
     return _ExportPlan(export, profile, work, facts, fields)
