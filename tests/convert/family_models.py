@@ -163,6 +163,13 @@ def _gemma4_text(tied: bool) -> Any:
     return Gemma4ForCausalLM(config)
 
 
+def _gemma4_with_v(tied: bool) -> Any:
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    config = Gemma4TextConfig(**GEMMA, **NO_PER_LAYER_INPUT, tie_word_embeddings=tied)
+    return Gemma4ForCausalLM(config)
+
+
 def _gemma4(tied: bool) -> Any:
     from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4TextConfig
 
@@ -206,6 +213,7 @@ BUILDERS: dict[str, Callable[[bool], Any]] = {
     "qwen3_5": _qwen3_5,
     "qwen3_5_moe": _qwen3_5_moe,
     "gemma4_text": _gemma4_text,
+    "gemma4_with_v": _gemma4_with_v,
     "gemma4": _gemma4,
     "diffusion_gemma": _diffusion_gemma,
 }

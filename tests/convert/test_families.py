@@ -11,6 +11,7 @@ from megatron_bp.convert.families import read_model
 from megatron_bp.convert.families.base import ModelShape
 from megatron_bp.convert.families.gemma4 import GemmaShape
 from megatron_bp.convert.families.moe import MoeShape
+from megatron_bp.convert.plan import hf_shapes, make_links
 from tests.convert.tiny_families import make_case
 from tests.convert.tiny_models import LLAMA, LLAMA3_ROPE, QWEN3
 
@@ -187,4 +188,32 @@ def test_expert_layout_is_read_from_the_names_and_else_as_released(name: str, fu
         assert shape.fused_experts is found
         family, default = read_model(make_case(f"{name}-{variant}")[0])
         assert isinstance(default, MoeShape)
-        assert family.adapt(default, ()) == replace(shape, fused_experts=fused)
+        for unknown in ((), ("lm_head.weight",)):
+            assert family.adapt(default, unknown) == replace(shape, fused_experts=fused)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("qwen3_5-untied", "model.language_model.", "model."),
+        ("qwen3_5_text-tied", "model.", "model.language_model."),
+        ("gemma4_text-untied", "model.", "model.language_model."),
+        ("mistral3-untied", "language_model.model.", "model.language_model."),
+        ("ministral3-tied", "model.", "language_model.model."),
+    ],
+)
+def test_the_text_model_is_found_under_other_prefixes(name: str, old: str, new: str):
+    config, tensors = make_case(name)
+    family, shape = read_model(config)
+    moved = {
+        "lm_head.weight" if key.endswith("lm_head.weight") else key.replace(old, new, 1)
+        for key in tensors
+    }
+    assert family.adapt(shape, tensors).layer_prefix == f"{old}layers."
+    adapted = family.adapt(shape, moved)
+    assert adapted.layer_prefix == f"{new}layers."
+    links = make_links(family, adapted)
+    head = "language_model.lm_head.weight" if new == "language_model.model." else "lm_head.weight"
+    assert adapted.head_name == head
+    owned = {key for key in hf_shapes(links) if not key.endswith("lm_head.weight")}
+    assert owned <= moved

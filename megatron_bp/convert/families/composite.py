@@ -5,8 +5,11 @@ Specified by tests/convert/test_families.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
+
+from megatron_bp.convert.families.base import ModelShape, settle_tie
 
 
 def text_config(config: Mapping[str, Any], *, tied_by_default: bool) -> dict[str, Any]:
@@ -31,3 +34,22 @@ def text_config(config: Mapping[str, Any], *, tied_by_default: bool) -> dict[str
     if "quantization_config" in config:
         text["quantization_config"] = config["quantization_config"]
     return text
+
+
+def settle_names(
+    *places: tuple[str, str],
+) -> Callable[[ModelShape, Collection[str]], ModelShape]:
+    """Returns an `adapt` that finds where the text model's tensors are, and whether it is tied.
+
+    `places` are (layer prefix, head name) to try after what the config suggests: repositories saved
+    by another class or version have the same model under other prefixes.
+    """
+
+    def adapt(shape: ModelShape, names: Collection[str]) -> ModelShape:
+        for prefix, head in ((shape.layer_prefix, shape.head_name), *places):
+            if f"{prefix.removesuffix('layers.')}embed_tokens.weight" in names:
+                shape = replace(shape, layer_prefix=prefix, head_name=head)
+                break
+        return settle_tie(shape, names)
+
+    return adapt

@@ -26,10 +26,10 @@ from megatron_bp.convert.families.base import (
     Family,
     ModelShape,
     Source,
+    keep_shape,
     name_top,
-    settle_tie,
 )
-from megatron_bp.convert.families.composite import text_config
+from megatron_bp.convert.families.composite import settle_names, text_config
 from megatron_bp.convert.families.dense import read_dense_shape
 from megatron_bp.convert.families.llama import DENSE_EXTRA_STATES, DENSE_HEAD, DENSE_TOP
 from megatron_bp.convert.rules import concat_rows, copy_rows, interleave_in
@@ -317,12 +317,15 @@ GEMMA4 = Family(
         "model.embed_audio.",
     ),
     stackable=False,
-    adapt=settle_tie,
+    adapt=settle_names(
+        ("model.language_model.layers.", "lm_head.weight"), ("model.layers.", "lm_head.weight")
+    ),
 )
 DIFFUSION_GEMMA = replace(
     GEMMA4,
     name=_DIFFUSION,
     model_types=(_DIFFUSION,),
     top=(*DENSE_TOP, *_SELF_CONDITIONING),
+    adapt=keep_shape,
     pass_through=("model.encoder.vision_tower.", "model.encoder.embed_vision."),
 )

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_bp.convert.families.base import Family, ModelShape, settle_tie
-from megatron_bp.convert.families.composite import text_config
+from megatron_bp.convert.families.base import Family, ModelShape
+from megatron_bp.convert.families.composite import settle_names, text_config
 from megatron_bp.convert.families.dense import read_dense_shape
 from megatron_bp.convert.families.llama import (
     DENSE_EXTRA_STATES,
@@ -92,8 +92,17 @@ MINISTRAL3 = Family(
     extra_states=DENSE_EXTRA_STATES,
     layer_extra_states=DENSE_LAYER_EXTRA_STATES,
     read_shape=read_ministral3_shape,
-    pass_through=("vision_tower.", "multi_modal_projector."),
-    adapt=settle_tie,
+    pass_through=(
+        "vision_tower.",
+        "multi_modal_projector.",
+        "model.vision_tower.",
+        "model.multi_modal_projector.",
+    ),
+    adapt=settle_names(
+        ("model.language_model.layers.", "lm_head.weight"),
+        ("model.layers.", "lm_head.weight"),
+        ("language_model.model.layers.", "language_model.lm_head.weight"),
+    ),
 )
 NEMOTRON_LABS = Family(
     name="nemotron_labs_diffusion",

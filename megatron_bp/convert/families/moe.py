@@ -42,10 +42,11 @@ def adapt_experts(shape: ModelShape, names: Collection[str]) -> ModelShape:
     The config does not tell: repositories of one model_type have both layouts.
     """
     assert isinstance(shape, MoeShape), f"{shape.family} has no experts"
-    if not names:
-        return shape
-    fused = f"{shape.layer_prefix}0.mlp.experts.gate_up_proj" in names
-    return replace(shape, fused_experts=fused)
+    experts = f"{shape.layer_prefix}0.mlp.experts."
+    for fused, probe in ((True, "gate_up_proj"), (False, "0.gate_proj.weight")):
+        if experts + probe in names:
+            return replace(shape, fused_experts=fused)
+    return shape
 
 
 def moe_entries(shape: MoeShape) -> tuple[Entry, ...]:

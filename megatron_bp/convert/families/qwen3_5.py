@@ -29,9 +29,8 @@ from megatron_bp.convert.families.base import (
     ModelShape,
     Source,
     name_top,
-    settle_tie,
 )
-from megatron_bp.convert.families.composite import text_config
+from megatron_bp.convert.families.composite import settle_names, text_config
 from megatron_bp.convert.families.dense import read_dense_shape
 from megatron_bp.convert.families.llama import (
     DENSE_EXTRA_STATES,
@@ -255,8 +254,13 @@ def _states(family: Family, shape: ModelShape, layer: int) -> ExtraStates:
     return (*mixer, ("mlp.linear_fc1", 1), ("mlp.linear_fc2", 1))
 
 
+_settle = settle_names(
+    ("model.language_model.layers.", "lm_head.weight"), ("model.layers.", "lm_head.weight")
+)
+
+
 def _adapt_moe(shape: ModelShape, names: Collection[str]) -> ModelShape:
-    return adapt_experts(settle_tie(shape, names), names)
+    return adapt_experts(_settle(shape, names), names)
 
 
 QWEN3_5 = Family(
@@ -272,7 +276,7 @@ QWEN3_5 = Family(
     states=_states,
     pass_through=("model.visual.", "mtp."),
     stackable=False,
-    adapt=settle_tie,
+    adapt=_settle,
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,
