@@ -251,8 +251,8 @@ def target_report(
     pairs = torch.stack([sums.index_add(0, bucket, losses.double()), counts], 1)
     masked = counts[:CLEAN].sum()
     report = {"masked fraction": torch.stack([masked, targets.num_rows.double()])}
-    for pair, (lo, hi) in zip(pairs, objective.bucket_bounds, strict=False):
-        report[f"loss at t {lo:.2f}-{hi:.2f}"] = pair
+    for pair, name in zip(pairs, objective.bucket_names, strict=False):
+        report[f"loss at t {name}"] = pair
     if objective.learns_clean:
         report["next token loss"] = pairs[CLEAN]
     if with_accuracy:

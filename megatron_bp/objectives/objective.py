@@ -122,11 +122,14 @@ class Objective:
         return self.ar_loss_weight > 0
 
     @property
-    def bucket_bounds(self) -> tuple[tuple[float, float], ...]:
-        """The quarters of [t_min, t_max], each as (lowest, highest level)."""
-        step = (self.t_max - self.t_min) / NUM_BUCKETS
-        edges = [self.t_min + step * i for i in range(NUM_BUCKETS + 1)]
-        return tuple(pairwise(edges))
+    def bucket_names(self) -> tuple[str, ...]:
+        """The quarters of [t_min, t_max] as "lowest-highest level"; one if there is one level."""
+        width = self.t_max - self.t_min
+        if width == 0:
+            return (f"{self.t_min:.2f}",)
+        digits = 2 if width >= NUM_BUCKETS * 0.01 else 6
+        edges = [self.t_min + width * i / NUM_BUCKETS for i in range(NUM_BUCKETS + 1)]
+        return tuple(f"{lo:.{digits}f}-{hi:.{digits}f}" for lo, hi in pairwise(edges))
 
 
 def _range_problems(objective: Objective) -> list[str]:

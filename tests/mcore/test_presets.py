@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_bp.mcore import forward_step
 from megatron_bp.mcore.batch import Batch
+from megatron_bp.mcore.carrier import Layout
 from megatron_bp.mcore.exactness_formulas import FORMULAS, batch_loss
 from megatron_bp.mcore.exactness_problem import (
     MASK_ID,
@@ -54,6 +55,22 @@ def test_ranks_together_compute_the_formula(name: str, changes: dict[str, Any]) 
 @pytest.mark.parametrize("name", ["standard", "fast_dllm_v2", "nemotron_labs"])
 def test_one_denominator_for_the_batch_is_that_of_the_formula(name: str) -> None:
     compare(Problem(objective=name, clean_rule="preset", num_samples=2, per_token=True))
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_batch_without_any_target_has_loss_and_gradients_of_zero(name: str) -> None:
+    problem = Problem(objective=name, clean_rule="preset", num_samples=1)
+    clean = {"tokens": torch.arange(problem.length) % MASK_ID, "loss_mask": torch.zeros(64)}
+    batch = as_batch(rules_of(problem).sample(clean, 0, is_padding=False))
+    head = torch.ones((VOCAB, SIZE), dtype=torch.float64, requires_grad=True)
+    for ranks, shards in LAYOUTS:
+        for rank in range(ranks):
+            mine = layout(rank, ranks, shards, views=batch.weights.shape[1] // 64, length=64)
+            rows = torch.ones(len(mine.position), 1, SIZE, dtype=torch.float64, requires_grad=True)
+            total = score(problem, batch, mine, rows, head)
+            assert total == 0
+            gradients = torch.autograd.grad(total, (rows, head))
+            assert all((gradient == 0).all() for gradient in gradients)
 
 
 def compare(problem: Problem) -> None:
@@ -107,22 +124,29 @@ def on_ranks(problem: Problem, hidden: Tensor, head: Tensor, ranks: int, shards:
                 length=problem.length,
                 documents=rules_of(problem).documents(sample["clean"].numpy()),
             )
+            total = total + score(problem, batch, mine, rows[mine.token_index][:, None], head)
             targets = batch.targets(mine, objective)
-            context = forward_step.TargetHead(
-                targets, VALID_VOCAB, MASK_ID if objective.exclude_mask_logit else -1, 7, False
-            )
-            total = (
-                total
-                + forward_step.score_targets(
-                    hidden_states=rows[mine.token_index][:, None],
-                    output_layer=SimpleNamespace(sequence_parallel=False, weight=head),
-                    output_weight=None,
-                    context=context,
-                )[0]
-            )
             counted += float(targets.num_counted)
     whole = max(counted, 1.0) if problem.per_token else problem.num_samples
     return torch.as_tensor(total / whole)
+
+
+def score(problem: Problem, batch: Batch, mine: Layout, rows: Tensor, head: Tensor) -> Tensor:
+    """What one rank's head returns for the rows of its layout."""
+    objective = rules_of(problem).objective
+    context = forward_step.TargetHead(
+        batch.targets(mine, objective),
+        VALID_VOCAB,
+        MASK_ID if objective.exclude_mask_logit else -1,
+        chunk_rows=7,
+        with_accuracy=False,
+    )
+    return forward_step.score_targets(
+        hidden_states=rows,
+        output_layer=SimpleNamespace(sequence_parallel=False, weight=head),
+        output_weight=None,
+        context=context,
+    )[0]
 
 
 def as_batch(sample: dict[str, Tensor]) -> Batch:

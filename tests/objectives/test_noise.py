@@ -138,8 +138,8 @@ def by_hand(sample: dict[str, Any], objective: Objective) -> Corruption:
                 Weight.NONE: 1,
                 Weight.BLOCK_MEAN: 1 / block_targets.count(block),
             }[objective.weight]
-            inner = [bounds[0] for bounds in objective.bucket_bounds[1:]]
-            bucket[v, row] = sum(levels[block] >= bound for bound in inner)
+            unit = (levels[block] - objective.t_min) / (objective.t_max - objective.t_min)
+            bucket[v, row] = sum(unit >= edge for edge in (0.25, 0.5, 0.75))
     for row in range(length):
         goal = goal_of(row, 1)
         if objective.ar_loss_weight and goal >= 0 and sample["supervised"][goal]:

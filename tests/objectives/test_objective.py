@@ -96,9 +96,9 @@ def test_numbers_follow_from_the_names() -> None:
     assert make_objective("nemotron_labs").learns_clean
     assert not one.learns_clean
     narrow = make_objective("standard", t_min=0.2, t_max=0.6)
-    lows, highs = zip(*narrow.bucket_bounds, strict=True)
-    assert lows == pytest.approx((0.2, 0.3, 0.4, 0.5))
-    assert highs == pytest.approx((0.3, 0.4, 0.5, 0.6))
+    assert narrow.bucket_names == ("0.20-0.30", "0.30-0.40", "0.40-0.50", "0.50-0.60")
+    assert make_objective("standard", t_min=1.0).bucket_names == ("1.00",)
+    assert len(set(make_objective("standard", t_min=0.5, t_max=0.5001).bucket_names)) == 4
 
 
 def test_a_choice_that_is_given_replaces_that_of_the_preset_and_no_other() -> None:

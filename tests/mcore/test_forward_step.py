@@ -1,0 +1,85 @@
+"""What a rank reports is a pair (sum, count), so that adding ranks up is right."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from megatron_bp.mcore.batch import CLEAN, Targets
+from megatron_bp.mcore.forward_step import DiffusionForwardStep, target_report
+from megatron_bp.objectives.objective import make_objective
+
+JOINT = make_objective("nemotron_labs")
+QUARTERS = [f"loss at t {lo}" for lo in ("0.00-0.25", "0.25-0.50", "0.50-0.75", "0.75-1.00")]
+
+
+def targets(bucket: list[int], num_rows: int) -> Targets:
+    """Targets of one sample: one row each, with rows that are no target between them."""
+    column = torch.tensor([value for own in bucket for value in (own, 0)], dtype=torch.int64)[
+        :, None
+    ]
+    is_target = (torch.arange(2 * len(bucket)) % 2 == 0)[:, None]
+    return Targets(
+        labels=torch.zeros_like(column),
+        weights=torch.ones_like(column, dtype=torch.float64),
+        is_target=is_target,
+        bucket=column,
+        num_counted=torch.tensor(0),
+        num_rows=torch.tensor(num_rows),
+    )
+
+
+def report(bucket: list[int], losses: list[float], **given: Any) -> dict[str, list[float]]:
+    wins = torch.tensor(given.get("wins", []), dtype=torch.bool)
+    scores = torch.tensor(0.0), torch.tensor(losses), wins
+    found = target_report(
+        targets(bucket, 10), scores, given.get("objective", JOINT), with_accuracy="wins" in given
+    )
+    return {name: pair.tolist() for name, pair in found.items()}
+
+
+def test_losses_are_summed_for_each_quarter_of_the_levels() -> None:
+    found = report([0, 3, 0, CLEAN, 1], [1.0, 2.0, 4.0, 8.0, 16.0])
+    assert [found[name] for name in QUARTERS] == [[5, 2], [16, 1], [0, 0], [2, 1]]
+    assert found["next token loss"] == [8, 1]
+    assert found["masked fraction"] == [4, 10]
+    assert "masked token accuracy" not in found
+
+
+def test_accuracy_counts_masked_tokens_only() -> None:
+    found = report([0, CLEAN, 2], [1.0, 1.0, 1.0], wins=[True, True, False])
+    assert found["masked token accuracy"] == [1, 2]
+
+
+def test_a_rank_without_targets_reports_the_same_names() -> None:
+    assert report([], [], wins=[]).keys() == report([0], [1.0], wins=[True]).keys()
+    assert all(pair[0] == 0 for pair in report([], [], wins=[]).values())
+
+
+def test_quarters_are_those_of_the_objective_and_next_tokens_need_a_loss() -> None:
+    objective = make_objective("standard", t_min=0.2, t_max=0.6)
+    found = report([0], [1.0], objective=objective)
+    assert found.keys() == {
+        "masked fraction",
+        *(f"loss at t {x}" for x in ("0.20-0.30", "0.30-0.40", "0.40-0.50", "0.50-0.60")),
+    }
+
+
+def test_throughput_needs_two_training_steps_in_a_row() -> None:
+    args = type("Args", (), {"seq_length": 48, "data_parallel_size": 2})()
+    step = DiffusionForwardStep(args, None, None, 1)  # type: ignore[arg-type]
+    assert step._throughput(3, torch.device("cpu")) == {}
+    tokens, seconds = step._throughput(3, torch.device("cpu"))["tokens per second"].tolist()
+    assert tokens == 3 * 48 * 2
+    assert 0 < seconds < 60
+    step._last_training = math.nan  # as an evaluation leaves it
+    assert step._throughput(3, torch.device("cpu")) == {}
+    assert step._throughput(3, torch.device("cpu")).keys() == {"tokens per second"}
+
+
+def test_one_level_is_one_quarter() -> None:
+    objective = make_objective("sdar", t_min=0.5, t_max=0.5)
+    found = report([0, 0], [1.0, 3.0], objective=objective)
+    assert found == {"masked fraction": [2, 10], "loss at t 0.50": [4, 2]}
