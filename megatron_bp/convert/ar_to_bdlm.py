@@ -23,6 +23,7 @@ from megatron_bp.convert.bdlm_settings import (
     settings_fields,
     write_manifest,
 )
+from megatron_bp.convert.bridge_files import write_bridge_files
 from megatron_bp.convert.families.base import ModelShape
 from megatron_bp.convert.hf_assets import (
     PASS_THROUGH_NAME,
@@ -197,6 +198,7 @@ def _write(
         state = common_state(shape, bdlm, layout, dtype)
         objects = dict.fromkeys(extra_state_keys(model.family, shape, layout))
         finish_checkpoint(work.checkpoint, work.files, spans, {**objects, COMMON_STATE: state})
+        write_bridge_files(work.checkpoint, model.family.name, state["args"])
         (partial / TRACKER_NAME).write_text(RELEASE_NAME)
         write_flags(partial, megatron_flags(shape, bdlm, dtype), shape.notes)
         left = copy_assets(request.source, partial / ASSETS_NAME)
