@@ -42,7 +42,37 @@ MODES = {
     "cp2": Layout(context=2),
 }
 CSBP2 = MODES["csbp2"]
+
+# Shorter than a block, one block, over all ranks, one token, many blocks; then padding.
 DOCUMENTS = Problem(packed=True, documents=(3, 4, 33, 1, 12))
+
+
+def _document_cases(world_size: int) -> list[tuple[Problem, Layout]]:
+    """Packed documents against each of them trained alone, on so many processes."""
+    problems = [
+        replace(DOCUMENTS, objective=objective, clean_rule=rule, window=window)
+        for objective, rule, window in (
+            ("standard", "token_causal", 0),
+            ("standard", "block_causal", 7),
+            ("fast_dllm_v2", "block_causal", 0),
+            ("nemotron_labs", "preset", 0),
+        )
+    ]
+    layouts = [
+        Layout(),
+        *MODES.values(),
+        replace(CSBP2, strategy="interval"),
+        replace(CSBP2, tensor=2),
+        replace(CSBP2, tensor=2, sequence_parallel=True),
+        replace(CSBP2, pipeline=2),
+        replace(CSBP2, data=2),
+        replace(CSBP2, recompute="full"),
+    ]
+    whole = [(problem, layout) for problem in problems for layout in layouts]
+    short = replace(DOCUMENTS, length_multiple=8)
+    ragged = [(short, layout) for layout in (Layout(), *MODES.values(), replace(CSBP2, pipeline=2))]
+    return [case for case in (*whole, *ragged) if case[1].world_size == world_size]
+
 
 OTHERS = {
     "one": [(Problem(), Layout())],
@@ -94,29 +124,9 @@ OTHERS = {
         )
         for layout in (CSBP2, MODES["bp4"])
     ],
-    # Shorter than a block, one block, over all ranks, one token, many blocks; then padding.
-    "documents": [
-        (replace(DOCUMENTS, objective=o, clean_rule=rule, window=window), layout)
-        for o, rule, window in (
-            ("standard", "token_causal", 0),
-            ("standard", "block_causal", 7),
-            ("fast_dllm_v2", "block_causal", 0),
-            ("nemotron_labs", "preset", 0),
-        )
-        for layout in (
-            *MODES.values(),
-            replace(CSBP2, strategy="interval"),
-            replace(CSBP2, tensor=2),
-            replace(CSBP2, tensor=2, sequence_parallel=True),
-            replace(CSBP2, pipeline=2),
-            replace(CSBP2, data=2),
-            replace(CSBP2, recompute="full"),
-        )
-    ]
-    + [
-        (replace(DOCUMENTS, length_multiple=8), layout)
-        for layout in (*MODES.values(), replace(CSBP2, pipeline=2))
-    ],
+    "documents1": _document_cases(1),
+    "documents2": _document_cases(2),
+    "documents4": _document_cases(4),
     "odd_blocks": [(Problem(length=52), layout) for layout in MODES.values()],
 }
 

@@ -37,3 +37,10 @@ def test_a_dropped_share_of_the_gradient_collective_is_caught() -> None:
     done = run_check("--layout", "recompute_csbp2", "--break")
     assert done.returncode == 1
     assert "2 cases, 2 not exact" in done.stdout
+
+
+def test_packed_documents_train_as_each_of_them_alone() -> None:
+    """One process; the layouts of several are among those of the slow test."""
+    done = run_check("--layout", "documents1")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "5 cases, 0 not exact" in done.stdout
