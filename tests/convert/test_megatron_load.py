@@ -5,7 +5,9 @@ Needs process groups: only real tensor and pipeline ranks show how Megatron slic
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -73,11 +75,18 @@ def _load_everywhere(rank: int, world_size: int, root: str) -> list[str]:
                 hf = Path(root) / "hf" / name
                 wrong += [case + x for x in _wrong_parameters(model, config, hf, tp, pp)]
                 if (tp, pp) == (2, 1) and layout is Layout.PER_LAYER:
-                    _save_like_training(model, Path(root) / "trained" / name, config)
+                    for kind in OPTIMIZERS:
+                        _save_like_training(model, Path(root) / "trained" / name / kind, kind)
     return wrong
 
 
-def _save_like_training(model: Any, root: Path, config: dict[str, Any]) -> None:
+# Optimizer format -> whether it keeps its fp32 copies by parameter.
+OPTIMIZERS = {"dp_reshardable": False, "fully_reshardable": True, "plain": True}
+# The fp32 copies are made to differ from the weights by less than bf16 shows.
+MASTER_SCALE = 1 + 2**-12
+
+
+def _save_like_training(model: Any, root: Path, kind: str) -> None:
     """Saves what a training run saves: homogeneous keys, optimizer, RNG, TP chunks, padded rows."""
     import argparse
 
@@ -88,8 +97,9 @@ def _save_like_training(model: Any, root: Path, config: dict[str, Any]) -> None:
     from megatron.core.transformer.enums import AttnBackend
     from megatron.training.checkpointing import get_rng_state
 
+    distributed = kind != "plain"
     ddp = DistributedDataParallel(
-        model.config, DistributedDataParallelConfig(use_distributed_optimizer=True), model
+        model.config, DistributedDataParallelConfig(use_distributed_optimizer=distributed), model
     )
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -97,12 +107,17 @@ def _save_like_training(model: Any, root: Path, config: dict[str, Any]) -> None:
             lr=0.1,
             bf16=True,
             params_dtype=torch.bfloat16,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=distributed,
         ),
         [ddp],
     )
+    for part in optimizer.chained_optimizers:
+        name = "shard_fp32_from_float16_groups" if distributed else "fp32_from_float16_groups"
+        for copy in itertools.chain.from_iterable(getattr(part, name)):
+            copy.data.mul_(MASTER_SCALE)
     metadata = {
-        "distrib_optim_sharding_type": "dp_reshardable",
+        **({"distrib_optim_sharding_type": kind} if distributed else {}),
+        "distrib_optim_fully_reshardable_mem_efficient": False,
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -146,15 +161,15 @@ def test_megatron_loads_and_training_checkpoints_export_bit_exactly(tmp_path: Pa
             _convert(tmp_path, name, layout)
     wrong = run_distributed(_load_everywhere, 2, str(tmp_path), timeout=240)
     assert wrong == [[], []]
-    for name in CONFIGS:
-        trained = tmp_path / "trained" / name
+    for name, kind in itertools.product(CONFIGS, OPTIMIZERS):
+        trained = tmp_path / "trained" / name / kind
         keys = TorchDistReader(trained / "iter_0000007").tensors
         assert "decoder.layers.mlp.linear_fc1.weight" in keys  # homogeneous, as training writes
         assert keys["embedding.word_embeddings.weight"].shape[0] == PADDED_VOCAB
         assert any(key.startswith("optimizer.") for key in keys)
         request = ExportRequest(
             source=trained,
-            target=tmp_path / "back" / name,
+            target=tmp_path / "back" / f"{name}_{kind}",
             assets=tmp_path / "hf" / name,
             iteration=-1,
             dtype="keep",
@@ -171,11 +186,30 @@ def test_megatron_loads_and_training_checkpoints_export_bit_exactly(tmp_path: Pa
         assert all(same_bits(before[key], after[key]) for key in before)
         config = json.loads((request.target / "config.json").read_text())
         assert (config["block_size"], config["mask_token_id"]) == (16, 100)
+        _check_masters(replace(request, target=tmp_path / "masters"), before, OPTIMIZERS[kind])
+        if kind != "plain":
+            continue
         (tmp_path / "hf" / name / "config.json").write_text(json.dumps({**config, "block_size": 8}))
         with pytest.raises(
             ValueError, match=r"trained with block_size=16, .* says 8; give --block"
         ):
             mcore_to_hf(replace(request, target=tmp_path / "x"), Silent())
+
+
+def _check_masters(
+    request: ExportRequest, weights: dict[str, torch.Tensor], by_parameter: bool
+) -> None:
+    """The fp32 copies are read for a float32 export if saved by parameter, and else refused."""
+    if not by_parameter:
+        with pytest.raises(ValueError, match=r"flat buckets \(dp_reshardable\), not by parameter"):
+            mcore_to_hf(replace(request, weights="master"), Silent())
+    for choice, used in (("auto", by_parameter), ("model", False)):
+        manifest = mcore_to_hf(replace(request, dtype="float32", weights=choice), Silent())
+        assert manifest["weights"] == ("master" if used else "model")
+        found = read_hf(request.target)
+        scale = MASTER_SCALE if used else 1.0
+        assert all(torch.equal(found[key], weights[key].float() * scale) for key in weights)
+        shutil.rmtree(request.target)
 
 
 PARITY = {
