@@ -9,6 +9,7 @@ import torch
 
 from megatron_bp.attention.block_parallel import AttentionOptions
 from megatron_bp.comm.groups import BlockGroups, LocalGroup
+from megatron_bp.data.packing import PADDING
 from megatron_bp.layout.plan import PlanRequest
 from megatron_bp.mcore.batch import CLEAN, Batch, LayoutSource
 from megatron_bp.mcore.carrier import Layout, make_layout, make_params
@@ -169,6 +170,21 @@ def test_packed_documents_get_their_own_layout() -> None:
     assert packed.position.tolist() == (rows.position % 8 + (rows.position >= 16) * 8).tolist()
     common = LayoutSource(layout(0, 1, 1), rules())
     assert common.of(batch()) is common.common
+
+
+def test_padding_gets_rows_up_to_a_multiple_only() -> None:
+    """Indices still point into streams of the whole length."""
+    whole = batch(split_documents=True)
+    whole.document[:, 10:] = PADDING
+    source = LayoutSource(layout(0, 1, 1), rules(split_documents=True), length_multiple=6)
+    short = source.of(whole)
+    assert short.plan.request.documents == ((0, 8), (8, 10), (10, 12))
+    real = short.plan.rows.position >= 0
+    wanted = short.plan.rows.stream * LENGTH + short.plan.rows.position
+    assert torch.equal(short.token_index[real], torch.from_numpy(wanted[real]))
+    assert source.length_of(batch(split_documents=True)) == LENGTH
+    whole.document[:] = PADDING
+    assert source.length_of(whole) == 6, "a sample that only fills a batch has rows too"
 
 
 def test_a_single_process_needs_no_group() -> None:
