@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_bp.attention.choose import AttentionKernel, load_kernel
+from megatron_bp.attention.choose import load_kernel
 from megatron_bp.attention.contract import (
     IntervalKernel,
     NativeKernel,
@@ -34,7 +34,7 @@ from megatron_bp.attention.native import (
     clear_gaps,
     empty_partial,
 )
-from megatron_bp.attention.schedule import Schedule, make_schedule
+from megatron_bp.attention.schedule import make_schedule
 from megatron_bp.comm.clean_kv import pack
 from megatron_bp.layout.decomposition import KeySpace, Phase
 from megatron_bp.layout.exchange import SlabExchange
@@ -156,11 +156,6 @@ class Layer:
     kernel: str
     deterministic: bool = False
 
-    def schedule(self, kernel: AttentionKernel) -> Schedule:
-        """The steps of the native strategy."""
-        by_chunk = self.case.shape.head_size < kernel.caps.rectangular_from
-        return make_schedule(self.case.plan, False, by_chunk)
-
     def forward(self, x: Inputs) -> Partial:
         """Output and LSE of all local rows."""
         kernel, scale = (
@@ -172,7 +167,7 @@ class Layer:
             mask = interval_mask(self.case.plan, 0, x.q.device)
             return IntervalRun(kernel, scale, mask).forward(x.q, x.keys)
         assert isinstance(kernel, NativeKernel)
-        todo = self.schedule(kernel).forward
+        todo = make_schedule(self.case.plan, False, kernel.caps.cut).forward
         partial = empty_partial(x.q, todo)
         for phase in Phase:
             NativeRun(kernel, scale).forward(todo.steps[phase], x.q, x.keys, partial)
@@ -195,7 +190,7 @@ class Layer:
             IntervalRun(kernel, scale, mask).backward(x.dout, saved, grads)
             return dq, packed, own
         assert isinstance(kernel, NativeKernel)
-        todo = self.schedule(kernel).backward
+        todo = make_schedule(self.case.plan, False, kernel.caps.cut).backward
         for lo, hi in todo.row_gaps:
             dq[lo:hi] = 0
         clear_gaps((packed,), todo, KeySpace.CLEAN)

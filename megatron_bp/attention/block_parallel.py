@@ -84,7 +84,7 @@ def block_parallel_attention(
         arch=arch,
     )
     kernel = choose_kernel(options.kernel, need)
-    call = _Call(plan, groups, options, kernel, q.shape[-1] < kernel.caps.rectangular_from)
+    call = _Call(plan, groups, options, kernel)
     return cast(Tensor, _BlockParallelAttention.apply(q, k, v, call))
 
 
@@ -115,7 +115,6 @@ class _Call:
     groups: BlockGroups
     options: AttentionOptions
     kernel: AttentionKernel
-    by_chunk: bool
 
     @property
     def first_row(self) -> int:
@@ -123,7 +122,7 @@ class _Call:
 
     @property
     def schedule(self) -> Schedule:
-        return make_schedule(self.plan, self.options.corrupted_only, self.by_chunk)
+        return make_schedule(self.plan, self.options.corrupted_only, self.kernel.caps.cut)
 
     def native(self) -> NativeRun:
         return NativeRun(cast(NativeKernel, self.kernel), self.options.softmax_scale)
@@ -157,7 +156,7 @@ class _BlockParallelAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        (dout,) = grad_outputs
+        dout = grad_outputs[0].contiguous()
         call: _Call = ctx.call
         q, k, v, packed, own_k, own_v, out, lse = ctx.saved_tensors
         clean = call.plan.rows.num_clean
@@ -207,7 +206,8 @@ def _views(x: Tensor, call: _Call) -> tuple[Tensor, ...]:
 def _own_keys(k: Tensor, v: Tensor, call: _Call) -> KeyValue:
     """Corrupted keys: the local ones; gathered from all ranks in the context-parallel baseline."""
     if not call.plan.request.gather_corrupted:
-        return KeyValue(k, v)
+        alike = k.stride() == v.stride() and k.stride(-1) == 1
+        return KeyValue(k, v) if alike else KeyValue(k.contiguous(), v.contiguous())
     buffers = []
     for k_view, v_view in zip(_views(k, call), _views(v, call), strict=True):
         gather = CleanGather(k_view, v_view, call.plan.own_exchange, call.groups.context)

@@ -22,6 +22,14 @@ class Strategy(StrEnum):
     INTERVAL = "interval"  # one launch with a mask of four intervals a row
 
 
+class Cut(StrEnum):
+    """Which launches a kernel runs best; measured, see docs/bench/attention.md."""
+
+    PLAN = "plan"  # the plan's: causal launches have more keys than rows
+    CHUNK = "chunk"  # square causal launches inside a chunk, unmasked ones for the keys before it
+    CHUNKS = "chunks"  # the same, with the squares of both chunks in one launch of strided problems
+
+
 class Window(NamedTuple):
     """Query a sees key c iff a + K - Q - left <= c <= a + K - Q + right; -1 is unbounded."""
 
@@ -61,8 +69,7 @@ class KernelCaps:
 
     `min_arch` is the lowest CUDA compute capability (major * 10 + minor), 0 where it does not
     apply; `max_arch` the highest. `writes` says that the kernel is also a WritingKernel.
-    From head size `rectangular_from` on, causal launches with more keys than rows run at full
-    speed; below it they are cut into unmasked and square ones.
+    `cut` says which launches suit it.
     """
 
     strategies: frozenset[Strategy]
@@ -76,7 +83,7 @@ class KernelCaps:
     min_arch: int = 0
     max_arch: int = 999
     writes: bool = False
-    rectangular_from: int = 1 << 30
+    cut: Cut = Cut.CHUNK
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_bp.attention.contract import Cut
 from megatron_bp.attention.windows import merge_alike, window_launches
 from megatron_bp.layout.blocks import BlockTable
 from megatron_bp.layout.decomposition import (
@@ -41,13 +42,15 @@ class _Before(NamedTuple):
     chunk_start: int
 
 
-def native_launches(plan: RankPlan, corrupted_only: bool, by_chunk: bool) -> tuple[Launch, ...]:
+def native_launches(plan: RankPlan, corrupted_only: bool, cut: Cut) -> tuple[Launch, ...]:
     """Launches that cover what `plan.launches` cover, large ones first within a phase.
 
     With `corrupted_only`, those of corrupted rows alone.
     """
-    if by_chunk and not plan.request.window:
+    if cut is not Cut.PLAN and not plan.request.window:
         launches = _by_chunk(plan, corrupted_only)
+        if cut is Cut.CHUNKS:
+            launches = _with_squares_together(launches)
     else:
         launches = list(plan.corrupted_launches if corrupted_only else plan.launches)
     if plan.request.window:
@@ -82,8 +85,11 @@ def _by_chunk(plan: RankPlan, corrupted_only: bool) -> list[Launch]:
         KeySpace.OWN: _inverse(plan.own_coordinate),
     }
     launches = [*inside, *_prefixes(before, available)]
-    launches = [replace(x, keys=tuple(_moved(run, row_of) for run in x.keys)) for x in launches]
-    # Both chunks' squares in one launch: a few thousand rows alone do not fill a GPU evenly.
+    return [replace(x, keys=tuple(_moved(run, row_of) for run in x.keys)) for x in launches]
+
+
+def _with_squares_together(launches: list[Launch]) -> list[Launch]:
+    """The launches, with the squares of both chunks in one."""
     squares = [x for x in launches if _is_square(x)]
     others = [x for x in launches if not _is_square(x)]
     return [*others, *merge_alike(squares, lambda x: x.ready)]

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_bp.attention.contract import Window
+from megatron_bp.attention.contract import Cut, Window
 from megatron_bp.attention.prefix import native_launches, shares_keys
 from megatron_bp.layout.decomposition import KeySpace, Launch, Phase
 from megatron_bp.layout.plan import RankPlan
@@ -95,12 +95,9 @@ class Schedule:
 
 
 @lru_cache(maxsize=64)
-def make_schedule(plan: RankPlan, corrupted_only: bool, by_chunk: bool) -> Schedule:
-    """The schedule of `plan`; backward runs the slabs in reverse.
-
-    `by_chunk` is for kernels that are slow on causal launches with more keys than rows (prefix.py).
-    """
-    launches = native_launches(plan, corrupted_only, by_chunk)
+def make_schedule(plan: RankPlan, corrupted_only: bool, cut: Cut) -> Schedule:
+    """The schedule of `plan` for a kernel that `cut` suits; backward runs the slabs in reverse."""
+    launches = native_launches(plan, corrupted_only, cut)
     first_row = plan.rows.num_clean if corrupted_only else 0
     return Schedule(
         forward=_make_pass(plan, first_row, [(x.ready, x) for x in launches]),
@@ -140,7 +137,7 @@ class _Rows:
             return ()
         one = (np.zeros(1, dtype=np.int64),)
         return tuple(
-            (lo, Runs(np.array([start + lo]), hi - lo, not touched[lo], one))
+            (lo, Runs(np.array([start + lo]), hi - lo, not bool(touched[lo]), one))
             for lo, hi in pairwise(edges)
         )
 

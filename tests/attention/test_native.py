@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_bp.attention import schedule
 from megatron_bp.attention.block_parallel import AttentionOptions, block_parallel_attention
-from megatron_bp.attention.contract import Strategy
+from megatron_bp.attention.contract import Cut, Strategy
 from megatron_bp.attention.prefix import native_launches
 from megatron_bp.attention.reference import reference_attention
 from megatron_bp.comm.groups import BlockGroups, LocalGroup
@@ -169,12 +169,12 @@ def run_launches(
 def test_launches_in_reverse_order_give_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(replace(FULL, clean_rule=CleanRule.BLOCK_CAUSAL), 0)
     forward = run(plan, sample(plan.request))
-    close(run_launches(plan, native_launches(plan, False, True)[::-1], monkeypatch), forward)
+    close(run_launches(plan, native_launches(plan, False, Cut.CHUNKS)[::-1], monkeypatch), forward)
 
 
 def test_a_dropped_launch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(FULL, 0)
-    launches = native_launches(plan, False, True)
+    launches = native_launches(plan, False, Cut.CHUNKS)
     for dropped in range(len(launches)):
         rest = launches[:dropped] + launches[dropped + 1 :]
         error = run_launches(plan, rest, monkeypatch)[0] - want(plan, sample(FULL))[0]

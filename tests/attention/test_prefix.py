@@ -7,6 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_bp.attention.contract import Cut
 from megatron_bp.attention.prefix import native_launches
 from megatron_bp.attention.windows import window_launches
 from megatron_bp.layout.decomposition import KeySpace, Launch, Phase
@@ -19,11 +20,11 @@ from tests.layout.test_decomposition import coverage, requests
 def test_launches_cover_every_allowed_pair_once_and_no_other(request: PlanRequest) -> None:
     for rank in range(request.num_ranks):
         plan = make_plan(request, rank)
-        for corrupted_only, by_chunk in product((False, True), repeat=2):
+        for corrupted_only, cut in product((False, True), Cut):
             want = coverage(plan)
             if corrupted_only:
                 want[: plan.rows.num_clean] = 0
-            mine = replace(plan, launches=native_launches(plan, corrupted_only, by_chunk))
+            mine = replace(plan, launches=native_launches(plan, corrupted_only, cut))
             np.testing.assert_array_equal(coverage(mine), want)
 
 
@@ -54,14 +55,14 @@ def key_slabs(plan: RankPlan, launch: Launch) -> tuple[set[int], set[int]]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(requests(), st.booleans())
+@given(requests(), st.sampled_from(Cut))
 def test_launches_wait_for_their_keys_and_gradients_for_their_launches(
-    request: PlanRequest, by_chunk: bool
+    request: PlanRequest, cut: Cut
 ) -> None:
     for rank in range(request.num_ranks):
         plan = make_plan(request, rank)
         windowed = not hasattr(plan.exchange, "slabs")
-        launches = list(native_launches(plan, False, by_chunk))
+        launches = list(native_launches(plan, False, cut))
         if request.window:
             launches += window_launches(plan, list(plan.launches), tile=1)
         for launch in launches:
@@ -78,7 +79,7 @@ def test_clean_and_corrupted_rows_share_the_keys_before_their_chunks() -> None:
     plan = make_plan(request, 1)
     early, late = plan.owners.clean.spans_of(1)
     unmasked = [
-        x for x in native_launches(plan, False, True) if x.right < 0 and x.keys[0].length > 4
+        x for x in native_launches(plan, False, Cut.CHUNKS) if x.right < 0 and x.keys[0].length > 4
     ]
     first, second = sorted(unmasked, key=lambda x: x.ready)
     assert first.num_rows * first.num_problems == plan.rows.num_rows
@@ -90,5 +91,7 @@ def test_clean_and_corrupted_rows_share_the_keys_before_their_chunks() -> None:
 def test_what_lies_inside_a_chunk_needs_no_other_rank() -> None:
     request = PlanRequest(length=256, block_size=4, num_ranks=4, num_clean_shards=4)
     for rank in range(4):
-        waiting = [x for x in native_launches(make_plan(request, rank), False, True) if x.ready]
+        waiting = [
+            x for x in native_launches(make_plan(request, rank), False, Cut.CHUNKS) if x.ready
+        ]
         assert all(x.left < 0 and x.right < 0 for x in waiting)

@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_bp.attention.contract import Cut
 from megatron_bp.attention.schedule import Pass, disjoint_rounds, make_schedule
 from megatron_bp.layout.decomposition import KeySpace, Phase
 from megatron_bp.layout.plan import PlanRequest, make_plan
@@ -29,12 +30,12 @@ def check_stores(todo: Pass, order: list[Phase], num_rows: int) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(requests(), st.booleans(), st.booleans())
+@given(requests(), st.booleans(), st.sampled_from(Cut))
 def test_rows_are_stored_before_they_are_added_to(
-    request: PlanRequest, corrupted_only: bool, by_chunk: bool
+    request: PlanRequest, corrupted_only: bool, cut: Cut
 ) -> None:
     plan = make_plan(request, request.num_ranks - 1)
-    schedule = make_schedule(plan, corrupted_only, by_chunk)
+    schedule = make_schedule(plan, corrupted_only, cut)
     num_rows = plan.rows.num_rows - schedule.first_row
     check_stores(schedule.forward, list(Phase), num_rows)
     check_stores(schedule.backward, list(reversed(Phase)), num_rows)
@@ -69,12 +70,10 @@ def check_key_stores(todo: Pass, space: KeySpace, num_rows: int) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(requests(), st.booleans())
-def test_key_gradients_are_stored_before_they_are_added_to(
-    request: PlanRequest, by_chunk: bool
-) -> None:
+@given(requests(), st.sampled_from(Cut))
+def test_key_gradients_are_stored_before_they_are_added_to(request: PlanRequest, cut: Cut) -> None:
     plan = make_plan(request, 0)
-    todo = make_schedule(plan, False, by_chunk).backward
+    todo = make_schedule(plan, False, cut).backward
     check_key_stores(todo, KeySpace.CLEAN, plan.exchange.num_buffer_rows)
     check_key_stores(todo, KeySpace.OWN, len(plan.own_coordinate))
 
@@ -86,7 +85,7 @@ def test_only_keys_that_no_row_sees_are_zeroed() -> None:
         )
         for rank in range(4):
             plan = make_plan(request, rank)
-            todo = make_schedule(plan, False, True).backward
+            todo = make_schedule(plan, False, Cut.CHUNKS).backward
             assert not todo.key_gaps[KeySpace.OWN]
             last = plan.visibility.clean_hi.max()
             unseen = len(plan.exchange.buffer_position) - last if not window else 2 * window

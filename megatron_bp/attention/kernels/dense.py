@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_bp.attention.contract import (
+    Cut,
     IntervalMask,
     KernelCaps,
     Saved,
@@ -77,6 +78,7 @@ class DenseKernel:
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
         max_head_size=1024,
+        cut=Cut.CHUNKS,
     )
 
     def forward(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_bp.attention.block_lists import MaskKey, block_lists, key_intervals
-from megatron_bp.attention.contract import IntervalMask, KernelCaps, Saved, Strategy, Window
+from megatron_bp.attention.contract import Cut, IntervalMask, KernelCaps, Saved, Strategy, Window
 
 try:
     import cutlass
@@ -88,7 +88,7 @@ class Flash4Kernel:
         min_arch=90,
         max_arch=99,
         writes=True,
-        rectangular_from=256,  # measured: docs/bench/attention.md
+        cut=Cut.CHUNKS,
     )
 
     def forward(

@@ -53,6 +53,11 @@ def _cudnn_backward(
     return dq, dk, dv
 
 
+def _apart(x: Tensor) -> Tensor:
+    """A copy if problems overlap in memory (windows of neighbouring blocks do)."""
+    return x.contiguous() if x.stride(0) < x.shape[1] * x.stride(1) and len(x) > 1 else x
+
+
 def _flash_args(q: Tensor, k: Tensor, window: Window) -> tuple[int, int, bool, dict[str, int]]:
     left, right = window
     causal = left < 0 and right == 0
@@ -80,6 +85,7 @@ class SdpaKernel:
         self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See NativeKernel."""
+        k, v = _apart(k), _apart(v)
         if not _fits_cudnn(q, k, window):
             rows, keys, causal, sides = _flash_args(q, k, window)
             out, lse = aten._flash_attention_forward.default(
@@ -99,6 +105,8 @@ class SdpaKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See NativeKernel."""
         q, k, v, out, lse = saved
+        k, v = _apart(k), _apart(v)
+        saved = Saved(q, k, v, out, lse)
         if not _fits_cudnn(q, k, window):
             return _flash_backward(dout, saved, window, scale)
         causal, before = window.right == 0, k.shape[1] - q.shape[1]

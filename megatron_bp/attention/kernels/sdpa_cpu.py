@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_bp.attention.contract import KernelCaps, Saved, Strategy, Window, window_mask
+from megatron_bp.attention.contract import Cut, KernelCaps, Saved, Strategy, Window, window_mask
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -37,7 +37,7 @@ class SdpaCpuKernel:
         devices=frozenset({"cpu"}),
         dtypes=frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16}),
         max_head_size=1024,
-        rectangular_from=1,
+        cut=Cut.PLAN,
     )
 
     def forward(
