@@ -38,6 +38,17 @@ if [ ! -e "$out/python.idx" ] || [ ! -d "$out/held_out" ]; then
     --tokenizer "$out/smollm2" --workers 2 --min-tokens 100000 --overwrite
 fi
 
+# score NAME MODEL...: scores on the held-out modules, to FOLDER/NAME.json.
+score() {
+  python tools/score_fill.py "${@:2}" --files "$out/held_out" --device "$device" --dtype "$dtype" \
+    --json "$out/$1.json" ${SCORE:-}
+}
+
+say "export of the untrained model; its scores are taken while the other trains"
+python tools/convert_checkpoint.py mcore2hf "$out/bdlm" "$out/before" --overwrite >>"$out/convert.log"
+score before "$out/before" >"$out/before.log" 2>&1 &
+scoring=$!
+
 say "$steps steps of $batch x $length tokens"
 . "$out/bdlm/megatron_flags.sh"
 flags=()
@@ -76,13 +87,12 @@ PYTHON
 say "export"
 base="$out/run" adapters=()
 [ "$lora" = 0 ] || { base="$out/bdlm" adapters=(--lora "$out/run"); }
-python tools/convert_checkpoint.py mcore2hf "$out/bdlm" "$out/before" --overwrite >>"$out/convert.log"
 python tools/convert_checkpoint.py mcore2hf "$base" "$out/after" --overwrite \
   --hf-assets "$out/bdlm/hf" --dtype bfloat16 "${adapters[@]}" >>"$out/convert.log"
 
 say "scores on held-out modules: $held_out"
-python tools/score_fill.py "$out/before" "$out/after" --files "$out/held_out" \
-  --device "$device" --dtype "$dtype" --json "$out/scores.json" ${SCORE:-}
+wait $scoring || { cat "$out/before.log"; exit 1; }
+score scores "$out/before.json" "$out/after"
 python tools/generate.py "$out/after" --device "$device" --dtype "$dtype" --max-new-tokens 96 \
   --prompt $'def read_lines(path):\n    """Return the lines of a text file."""\n'
 say "done; results in $out"

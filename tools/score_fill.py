@@ -3,6 +3,7 @@
 
     score_fill.py BEFORE_DIR AFTER_DIR --files library/email --json scores.json
 
+A model may also be the JSON file of an earlier call.
 *Masked-token accuracy*: the share of masked tokens whose likeliest prediction is the original, at
 several mask rates; masks depend on the seed only. All blocks are masked at once, as in training.
 *Valid code*: functions are continued after their header and docstring; the share of texts that
@@ -159,6 +160,13 @@ def score(directory: Path, args: argparse.Namespace) -> Score:
     )
 
 
+def scores_of(model: Path, args: argparse.Namespace) -> list[Score]:
+    """The scores of a model directory, or those that an earlier call wrote."""
+    if model.suffix != ".json":
+        return [score(model, args)]
+    return [Score(**one) for one in json.loads(model.read_text(encoding="utf-8"))]
+
+
 def table(scores: Sequence[Score]) -> str:
     """The scores as a Markdown table."""
     rates = list(scores[0].accuracy)
@@ -177,7 +185,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("models", type=Path, nargs="+", help="Hugging Face directories with tokenizers")
+    add("models", type=Path, nargs="+", help="Hugging Face directories, or JSON of earlier calls")
     add("--files", type=Path, nargs="+", required=True, help="folders of held-out Python files")
     add("--max-files", type=int, default=16, help="for the accuracy (default %(default)s)")
     add("--length", type=int, default=512, help="tokens of each file (default %(default)s)")
@@ -197,7 +205,7 @@ def main(arguments: list[str]) -> int:
     """Scores every model; prints the table and writes the JSON."""
     args, begin = parse(arguments), time.perf_counter()
     try:
-        scores = [score(directory, args) for directory in args.models]
+        scores = [one for model in args.models for one in scores_of(model, args)]
     except (ValueError, OSError) as error:
         print(f"score_fill: {error}", file=sys.stderr)
         return 1

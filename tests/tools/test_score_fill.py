@@ -136,5 +136,8 @@ def test_the_command_prints_a_row_for_each_model(
     assert one == other
     assert one["num_snippets"] == 2
     assert set(one["accuracy"]) == {"0.25", "0.5", "0.75"}
+    again = [str(target), "--files", str(tmp_path), "--json", str(tmp_path / "again.json")]
+    assert score_fill.main(again) == 0
+    assert capsys.readouterr().out.splitlines() == lines
     assert score_fill.main([*arguments, "--json", str(target)]) == 1
     assert "1 files: 0 of 512 tokens or more" in capsys.readouterr().err
