@@ -22,12 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_bp.convert.ar_to_bdlm import (
-    ImportRequest,
-    MaskWish,
-    ar_to_bdlm,
-    hf_to_mcore,
-)
+from megatron_bp.convert.ar_to_bdlm import ImportRequest, MaskWish, ar_to_bdlm, hf_to_mcore
 from megatron_bp.convert.bdlm_settings import ALIGNMENT_OF_OBJECTIVE, CLEAN_RULES, BdlmSettings
 from megatron_bp.convert.check import inspect_directory, verify
 from megatron_bp.convert.export import WEIGHTS, ExportRequest, default_assets, mcore_to_hf
@@ -63,10 +58,10 @@ def main(argv: list[str]) -> int:
     try:
         result = run(args, progress)
     except (ValueError, OSError) as error:
-        progress.close()
         print(f"error: {error}", file=sys.stderr)
         return 1
-    progress.close()
+    finally:
+        progress.close()
     print(json.dumps(result, indent=2))
     return 1 if result.get("differ") else 0
 
@@ -94,8 +89,8 @@ def run(args: argparse.Namespace, progress: ProgressLine) -> dict[str, Any]:
             adapters=tuple(args.lora),
         )
         return mcore_to_hf(request, progress)
-    layout = Layout(args.layout)
-    source = ImportRequest(args.source, args.target, layout, args.dtype, args.overwrite, **common)
+    paths, layout = (args.source, args.target), Layout(args.layout)
+    source = ImportRequest(*paths, layout, args.dtype, args.overwrite, **common)
     if args.command == "hf2mcore":
         return hf_to_mcore(source, progress)
     bdlm = BdlmSettings(args.objective, args.block_size, args.clean_rule, "", -1)
@@ -126,8 +121,7 @@ def make_parser() -> argparse.ArgumentParser:
             add("--clean-rule", choices=CLEAN_RULES, default="")
             drafts = ("dflash", "dflash2")
             kinds = drafts if name == "draft2hf" else (AS_IT_IS, *(set(PROFILES) - set(drafts)))
-            required = name == "draft2hf"
-            add("--serve-as", choices=sorted(kinds), default=AS_IT_IS, required=required)
+            add("--serve-as", choices=sorted(kinds), default=AS_IT_IS, required=kinds == drafts)
             add("--lora", type=Path, nargs="*", default=[], help="runs with adapters, to merge")
         else:
             add("--layout", choices=list(Layout), default=Layout.PER_LAYER)
