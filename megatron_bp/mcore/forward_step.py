@@ -33,7 +33,12 @@ from megatron_bp.mcore.dataset import CorruptionRules, Sample
 from megatron_bp.mcore.model import local_row_mask
 from megatron_bp.mcore.parallel_state import make_block_groups
 from megatron_bp.objectives.accuracy import label_wins
-from megatron_bp.objectives.loss import LOCAL, LossOptions, linear_cross_entropy
+from megatron_bp.objectives.loss import (
+    LOCAL,
+    LossOptions,
+    linear_cross_entropy,
+    weighted_cross_entropy,
+)
 from megatron_bp.objectives.objective import Objective, Scope
 
 # What the head returns: the weighted sum, each target's loss, in evaluation whether its label won.
@@ -61,8 +66,7 @@ def score_targets(
     head: TargetHead = context
     group = parallel_state.get_tensor_model_parallel_group()
     if output_layer.sequence_parallel:
-        # linear_cross_entropy sums the gradient over the group itself: the way back is a plain
-        # split.
+        # The loss sums the gradient over the group itself: the way back is a plain split.
         hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
             hidden_states, tensor_parallel_output_grad=False
         )
@@ -77,8 +81,12 @@ def score_targets(
     )
     over = group if group.size() > 1 else LOCAL
     operands = (rows, weight, labels[is_target])
-    losses = linear_cross_entropy(*operands, options=options, group=over)
-    total = (losses.double() * head.targets.weights[is_target]).sum()
+    row_weight = head.targets.weights[is_target]
+    if rows.dtype == torch.float16:  # its gradients need the scale of the loss, known in backward
+        losses = linear_cross_entropy(*operands, options=options, group=over)
+        total = (losses.double() * row_weight).sum()
+    else:
+        total, losses = weighted_cross_entropy(*operands, row_weight, options=options, group=over)
     wins = is_target.new_empty(0)
     if head.with_accuracy:
         wins = label_wins(*operands, options=options, group=over)
