@@ -6,7 +6,7 @@ and `diffusion_head.weight`. Ministral-3 comes as a text model (`model.*`) or wi
 
 `llama_4_scaling_beta` scales queries from position original_max_position_embeddings on. Megatron
 has no such setting: it is kept in the checkpoint's args and noted in the flags file.
-Specified by tests/convert/test_families.py; logits with YaRN by test_megatron_load.py.
+Specified by tests/convert/test_families.py; logits with YaRN by test_family_megatron.py.
 """
 
 from __future__ import annotations

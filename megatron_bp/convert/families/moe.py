@@ -4,7 +4,7 @@ Megatron stacks the experts of a layer, [E, 2F, H] and [E, H, F], whatever layer
 parallel size it runs with. Hugging Face files have one tensor an expert and projection, or the same
 stacks; `MoeShape.fused_experts` says which. Target names: megatron-core 0.19.2, transformer/moe
 (experts.py, router.py, shared_experts.py), checked against a model's sharded_state_dict by
-tests/convert/test_megatron_load.py. Specified by tests/convert/test_families.py.
+tests/convert/test_family_megatron.py. Specified by tests/convert/test_families.py.
 """
 
 from __future__ import annotations

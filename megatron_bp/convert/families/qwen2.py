@@ -1,6 +1,6 @@
 """The Qwen2 and Qwen2.5 family: Llama's table plus a bias on query, key and value.
 
-Specified by tests/convert/test_families.py; logits by test_megatron_load.py.
+Specified by tests/convert/test_families.py; logits by test_family_megatron.py.
 """
 
 from __future__ import annotations

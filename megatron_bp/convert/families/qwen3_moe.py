@@ -1,7 +1,7 @@
 """The Qwen3-MoE family: Qwen3's attention with experts instead of the dense MLP.
 
 Specified by tests/convert/test_families.py; logits and expert parallel loads by
-tests/convert/test_megatron_load.py.
+tests/convert/test_family_megatron.py.
 """
 
 from __future__ import annotations
