@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+# Presets whose clean rows see their whole block.
+BLOCK_CAUSAL = ("bd3lm", "fast_dllm_v2", "sdar", "llada2")
 CHOICES = {"clean_rule": ("token_causal", "block_causal"), "logit_alignment": ("same", "shifted")}
 
 
@@ -39,11 +41,11 @@ def read_semantics(directory: Path, given: dict[str, Any]) -> Semantics:
         path = directory / name
         values |= json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     values |= given
-    next_token = values.get("objective") == "fast_dllm_v2"
+    objective = values.get("objective")
     if values.get("clean_rule", "preset") == "preset":
-        values["clean_rule"] = CHOICES["clean_rule"][next_token]
+        values["clean_rule"] = CHOICES["clean_rule"][objective in BLOCK_CAUSAL]
     if "logit_alignment" not in values:
-        alignment = values.get("alignment", "shifted" if next_token else "same")
+        alignment = values.get("alignment", "shifted" if objective == "fast_dllm_v2" else "same")
         values["logit_alignment"] = "same" if alignment == "same_position" else alignment
     problems = [
         f"{name} is in neither config.json nor the command line; pass --{name.replace('_', '-')}."

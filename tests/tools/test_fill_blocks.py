@@ -197,6 +197,8 @@ def test_semantics_come_from_the_directory_unless_given(directory: Path) -> None
         ({}, ("token_causal", "same")),
         ({"objective": "standard", "alignment": "same_position"}, ("token_causal", "same")),
         ({"objective": "fast_dllm_v2", "clean_rule": "preset"}, ("block_causal", "shifted")),
+        ({"objective": "sdar", "clean_rule": "preset"}, ("block_causal", "same")),
+        ({"objective": "nemotron_labs", "clean_rule": "preset"}, ("token_causal", "same")),
         ({"objective": "standard", "clean_rule": "block_causal"}, ("block_causal", "same")),
     ],
 )
