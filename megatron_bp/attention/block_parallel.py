@@ -82,6 +82,7 @@ def block_parallel_attention(
         window=any(x.left >= 0 for x in plan.launches),
         deterministic=options.deterministic,
         arch=arch,
+        sliding=plan.request.window > 0,
     )
     kernel = choose_kernel(options.kernel, need)
     call = _Call(plan, groups, options, kernel)

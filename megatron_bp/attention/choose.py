@@ -28,7 +28,7 @@ KERNELS = {
 """Kernel name (= module in kernels/) and class."""
 
 AUTO = {"cpu": ("dense",), "cuda": ("flash4", "te", "sdpa", "flex")}
-AUTO_WINDOW = {"cuda": ("flash4", "sdpa", "te", "flex")}  # cuDNN's windowed backward is slow
+AUTO_SLIDING = {"cuda": ("flash4", "sdpa", "te", "flex")}  # cuDNN's windowed backward is slow
 """The order in which `auto` tries kernels, fastest measured first (docs/bench/attention.md).
 
 `dense` is never chosen on CUDA: its memory is quadratic, so it must be asked for.
@@ -64,7 +64,7 @@ def choose_kernel(name: str, need: KernelNeed) -> AttentionKernel:
             raise ValueError(f"kernel={name!r} cannot run this layer: {'; '.join(reasons)}.")
         return kernel
     refused = []
-    order = AUTO_WINDOW.get(need.device) if need.window else None
+    order = AUTO_SLIDING.get(need.device) if need.sliding else None
     for candidate in order or AUTO.get(need.device, ()):
         try:
             kernel = load_kernel(candidate, need.deterministic)

@@ -88,7 +88,11 @@ class KernelCaps:
 
 @dataclass(frozen=True)
 class KernelNeed:
-    """What one attention layer asks of a kernel."""
+    """What one attention layer asks of a kernel.
+
+    `window` says that some launch is windowed, as those around a block are; `sliding` that the
+    layer's large launches are.
+    """
 
     strategy: Strategy
     device: str
@@ -97,6 +101,7 @@ class KernelNeed:
     window: bool
     deterministic: bool = False
     arch: int = 0
+    sliding: bool = False
 
 
 def missing(caps: KernelCaps, need: KernelNeed) -> list[str]:

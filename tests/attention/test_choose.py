@@ -72,3 +72,21 @@ def test_auto_passes_over_a_missing_package_and_reports_it_if_nothing_serves(gho
     assert choose_kernel("auto", NEED).name == "dense"
     with pytest.raises(ValueError, match=r"ghost: .*ghost.* \| dense: it takes head sizes"):
         choose_kernel("auto", replace(NEED, head_size=2048))
+
+
+def test_auto_says_once_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
+    choose_kernel.cache_clear()
+    with caplog.at_level("INFO", logger="megatron_bp"):
+        for _ in range(3):
+            choose_kernel("auto", NEED)
+    assert caplog.text.count("attention kernel for") == 1
+    assert "dense, the fastest measured" in caplog.text
+
+
+def test_auto_has_an_order_of_its_own_for_sliding_windows() -> None:
+    assert set(choose.AUTO_SLIDING["cuda"]) == set(choose.AUTO["cuda"])
+    assert choose.AUTO_SLIDING["cuda"] != choose.AUTO["cuda"]
+
+
+def test_a_deterministic_need_gives_a_deterministic_kernel() -> None:
+    assert choose_kernel("dense", replace(NEED, deterministic=True)).deterministic
