@@ -7,6 +7,9 @@ payload. Specified by tests/layout/test_cost.py; tests/comm measures the same nu
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from megatron_bp.layout.dealing import block_costs
 from megatron_bp.layout.exchange import SlabExchange
 from megatron_bp.layout.plan import PlanRequest, RankPlan, make_plan
 
@@ -83,3 +86,20 @@ def imbalance(request: PlanRequest) -> float:
     """Pairs of the busiest rank over the mean; 1.0 is perfect."""
     of_rank = pairs(request)
     return max(of_rank) * len(of_rank) / sum(of_rank)
+
+
+def owned_imbalance(plan: RankPlan) -> float:
+    """Pairs of the busiest rank over the mean, from ownership alone: one plan and no mask.
+
+    Clean rows count as token-causal and windows are left out, as for dealing.
+    """
+    clean, corrupted = block_costs(plan.blocks)
+    owners, num_ranks = plan.owners, plan.request.num_ranks
+    num_shards = owners.clean.num_ranks
+    shard_of_chunk = np.empty(owners.clean.chunks_of.size, dtype=np.int64)
+    shard_of_chunk[owners.clean.chunks_of] = np.arange(num_shards)[:, None]
+    chunk = np.searchsorted(owners.clean.bounds, plan.blocks.start, side="right") - 1
+    of_shard = np.bincount(shard_of_chunk[chunk], clean, minlength=num_shards)
+    load = np.tile(of_shard, num_ranks // num_shards)
+    load += np.bincount(owners.rank_of_block, corrupted * plan.request.num_views, num_ranks)
+    return float(load.max() * num_ranks / load.sum())

@@ -26,6 +26,7 @@ from torch import Tensor
 from megatron_bp.attention.block_parallel import AttentionOptions, GradWire
 from megatron_bp.attention.contract import Strategy
 from megatron_bp.config import BlockParallelConfig
+from megatron_bp.layout.cost import owned_imbalance
 from megatron_bp.layout.plan import PlanRequest
 from megatron_bp.mcore.batch import CLEAN, Batch, LayoutSource, Targets, receive_batch
 from megatron_bp.mcore.carrier import Layout, make_layout, make_params
@@ -138,7 +139,7 @@ class DiffusionForwardStep:
             ),
             **self._row_mask(layout, len(batch.streams), vp_stage),
         )
-        return output, partial(self._loss, targets, len(batch.streams), training)
+        return output, partial(self._loss, targets, layout, training)
 
     @cached_property
     def layouts(self) -> LayoutSource:
@@ -205,7 +206,7 @@ class DiffusionForwardStep:
         return {"padding_mask": local_row_mask(layout.moe_ignores(), num_samples, dealt)}
 
     def _loss(
-        self, targets: Targets, num_samples: int, training: bool, scores: Scores
+        self, targets: Targets, layout: Layout, training: bool, scores: Scores
     ) -> tuple[Any, ...]:
         """Returns what Megatron's schedules take: (loss, report), or (sum, count, report).
 
@@ -214,7 +215,7 @@ class DiffusionForwardStep:
         over the context group and the mean over data ranks. With scope GLOBAL it is a sum, and
         Megatron divides by the counts of all ranks and micro-batches.
         """
-        loss = scores[0]
+        loss, num_samples = scores[0], targets.is_target.shape[1]
         per_batch = self.rules.objective.scope is Scope.GLOBAL
         if per_batch:
             count = targets.num_counted.double()
@@ -227,6 +228,9 @@ class DiffusionForwardStep:
         report |= target_report(targets, scores, self.rules.objective, not training)
         if training:
             report |= self._throughput(num_samples, loss.device)
+            if layout.groups.num_ranks > 1:
+                pair = torch.tensor([owned_imbalance(layout.plan), 1.0], dtype=torch.float64)
+                report["attention imbalance"] = pair.to(loss.device)
         if per_batch:
             return loss, targets.num_counted.to(torch.int), report
         return loss, report

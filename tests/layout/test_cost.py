@@ -9,6 +9,7 @@ from megatron_bp.layout.cost import (
     imbalance,
     layer_traffic,
     mean_step_bytes,
+    owned_imbalance,
     pairs,
 )
 from megatron_bp.layout.owners import Ownership
@@ -136,3 +137,15 @@ def test_imbalance_is_the_busiest_rank_over_the_mean() -> None:
     of_rank = pairs(request)
     assert imbalance(request) == max(of_rank) / np.mean(of_rank)
     assert of_rank == sorted(of_rank)
+
+
+@pytest.mark.parametrize("documents", [(), ((0, 9), (9, 47), (47, 52), (52, 64))])
+@pytest.mark.parametrize(("num_ranks", "shards"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("views", [1, 2])
+def test_ownership_alone_tells_the_imbalance(
+    documents: tuple[tuple[int, int], ...], num_ranks: int, shards: int, views: int
+) -> None:
+    request = PlanRequest(64, 4, num_ranks, shards, views, documents=documents)
+    wanted = imbalance(request)
+    for rank in range(num_ranks):
+        assert owned_imbalance(make_plan(request, rank)) == pytest.approx(wanted, rel=1e-12)

@@ -63,3 +63,8 @@ def test_throughput_is_reported_between_training_steps_only(logged: dict) -> Non
     """Not in the first step, nor in the first one after an evaluation."""
     reported = ["tokens per second" in step for step in logged["standard csbp"]]
     assert reported == [False, True, True, False, True, True]
+
+
+def test_balance_is_reported_where_ranks_share_a_sample(logged: dict) -> None:
+    assert all(1 <= step["attention imbalance"] < 1.5 for step in logged["standard csbp"])
+    assert "attention imbalance" not in logged["standard"][0]
