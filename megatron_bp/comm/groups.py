@@ -74,5 +74,5 @@ class BlockGroups:
 
     @property
     def clean_replica(self) -> int:
-        """Which copy of its clean shard this process holds; 0 counts losses on clean rows."""
+        """Which copy of its clean shard this process holds."""
         return self.clean_replicas.rank()
