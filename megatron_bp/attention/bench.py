@@ -7,11 +7,10 @@ pairs.
 Specified by tests/attention/test_bench.py; the command line is tools/bench_attention.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -346,20 +345,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = "absent"
     return found
-
-
-def plot(lines: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Writes a PNG of TFLOP/s against L, one curve for each shape and run, of the first rank."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5))
-    axes = figure.subplots()
-    lines = [x for x in lines if "tflops" in x and x["rank"] == lines[0]["rank"]]
-    for key in sorted({(x["shape"], x["run"]) for x in lines}):
-        points = sorted((x["length"], x["tflops"]) for x in lines if (x["shape"], x["run"]) == key)
-        axes.plot(*zip(*points, strict=True), marker="o", label=" ".join(key))
-    axes.set_xscale("log", base=2)
-    axes.set(xlabel="L (clean tokens)", ylabel="TFLOP/s on allowed pairs, f+b", ylim=(0, None))
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)

@@ -147,7 +147,7 @@ class NativeRun:
             merge_rows(partial.out, partial.lse, step.rows, out, lse)
 
     def _small_forward(self, at: _Problems, q_TZNH: Tensor, keys: Spaces, partial: Partial) -> None:
-        from megatron_bp.attention import small
+        from megatron_bp.attention import triton_small as small
 
         rows = at.step.rows
         small.forward_into(
@@ -194,7 +194,7 @@ class NativeRun:
         saved: tuple[Tensor, Spaces, Partial],
         grads: tuple[Tensor, Spaces],
     ) -> None:
-        from megatron_bp.attention import small
+        from megatron_bp.attention import triton_small as small
 
         (q, keys, partial), rows = saved, at.step.rows
         dk, dv = small.backward_into(
@@ -213,14 +213,14 @@ def _is_small(at: _Problems, q_TZNH: Tensor) -> bool:
     step = at.step
     if not q_TZNH.is_cuda or step.joined or not at.in_place or len(step.keys) > 2:
         return False
-    from megatron_bp.attention import small
+    from megatron_bp.attention import triton_small as small
 
     return small.fits(step.rows.length, step.num_keys, q_TZNH.shape[-1], q_TZNH.dtype)
 
 
 def _small_keys(at: _Problems, keys: Spaces) -> Any:
     """The key runs of a step; without a second run, an empty part of the first."""
-    from megatron_bp.attention import small
+    from megatron_bp.attention import triton_small as small
 
     k, v = at.key_parts(keys, 0), at.key_parts(keys, 1)
     second = (k[1], v[1]) if len(k) == 2 else (k[0][:, :0], v[0][:, :0])
