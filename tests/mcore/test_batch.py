@@ -176,12 +176,15 @@ def test_padding_gets_rows_up_to_a_multiple_only() -> None:
     """Indices still point into streams of the whole length."""
     whole = batch(split_documents=True)
     whole.document[:, 10:] = PADDING
-    source = LayoutSource(layout(0, 1, 1), rules(split_documents=True), length_multiple=6)
+    source = LayoutSource(layout(0, 1, 1, views=2), rules(split_documents=True), True, 6)
     short = source.of(whole)
     assert short.plan.request.documents == ((0, 8), (8, 10), (10, 12))
     real = short.plan.rows.position >= 0
     wanted = short.plan.rows.stream * LENGTH + short.plan.rows.position
     assert torch.equal(short.token_index[real], torch.from_numpy(wanted[real]))
+    rows = short.plan.rows
+    wanted = ((rows.stream - 1) * LENGTH + rows.position)[rows.num_clean :]
+    assert short.target_index[: len(wanted)].tolist() == wanted.tolist()
     assert source.length_of(batch(split_documents=True)) == LENGTH
     whole.document[:] = PADDING
     assert source.length_of(whole) == 6, "a sample that only fills a batch has rows too"

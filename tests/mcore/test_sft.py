@@ -60,6 +60,16 @@ def test_a_sample_is_whole_documents_and_then_padding(tmp_path: Path) -> None:
     assert epochs > 1, "several epochs, or the next line shows little"
     assert sorted(seen) == sorted(list(range(NUM)) * epochs)
     assert len(dataset) >= 30
+    first = len(packed([str(tmp_path / "a")], num_samples=1))
+    assert dataset.samples[:first] != dataset.samples[first : 2 * first], "epochs are packed anew"
+
+
+def test_a_split_reads_its_own_documents(tmp_path: Path) -> None:
+    dataset = packed([write(tmp_path / "a")], span=(12, 15), num_samples=1)
+    assert sorted(member for sample in dataset.samples for member in sample) == [0, 1, 2]
+    for index, members in enumerate(dataset.samples):
+        tokens = np.concatenate([dataset.documents[12 + member][0] for member in members])
+        np.testing.assert_array_equal(dataset[index]["tokens"].numpy()[: len(tokens)], tokens)
 
 
 def test_a_sample_does_not_depend_on_how_many_are_asked_for(tmp_path: Path) -> None:
@@ -149,7 +159,10 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         ({"data_path": [str(tmp_path / "none")]}, "is missing; run tools/preprocess.py"),
         ({"data_path": ["1", good, "2", good]}, "weights .* are not supported"),
         ({"data_path": [bad]}, "does not have the documents of"),
-        ({"data_path": [good], "split": "99,1,0"}, "the validation split .* is empty; give it a la"),
+        (
+            {"data_path": [good], "split": "99,1,0"},
+            "the validation split .* is empty; give it a la",
+        ),
         ({"data_path": [good], "mock_data": True}, "drop --mock-data"),
     ):
         with pytest.raises(ValueError, match=message):
