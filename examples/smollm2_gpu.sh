@@ -58,7 +58,7 @@ done
 [ "$lora" = 0 ] || flags+=(--bdlm-lora-rank "$lora")
 [ "$device" = cpu ] && export CUDA_VISIBLE_DEVICES=""
 rm -rf "$out/run"
-torchrun --standalone --nproc-per-node 1 examples/pretrain_bdlm.py "${flags[@]}" \
+python -m torch.distributed.run --standalone --nproc-per-node 1 examples/pretrain_bdlm.py "${flags[@]}" \
   --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion \
   --no-persist-layer-norm --no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion \
   --bp-attention-kernel "${KERNEL:-auto}" \
