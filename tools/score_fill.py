@@ -141,6 +141,10 @@ def score(directory: Path, args: argparse.Namespace) -> Score:
     counts = {
         rate: masked_accuracy(model, texts, rate, rules, len(tokenizer)) for rate in args.rates
     }
+    shares = ", ".join(
+        f"{rate:.0%}: {right / total:.1%}" for rate, (right, total) in counts.items()
+    )
+    print(f"{directory.name}: of tokens masked at {shares} are predicted", file=sys.stderr)
     how = Sampling(args.steps or rules.block_size, len(tokenizer), args.threshold)
     valid = new = passes = 0
     for prompt in prompts:
