@@ -136,7 +136,7 @@ def _plan_export(request: ExportRequest) -> _ExportPlan:
     shape = model.shape
     export = Export(model.family.name, config, settings, shape.vocab_size, shape.tied)
     profile = find_profile(request.serve_as, export)
-    kept = _open_whole_kept(request.assets, manifest)
+    kept = _open_whole_kept(request.assets, model, manifest)
     master = _use_masters(model, request)
     links = tuple((link, model.stored(link, master=master)) for link in model.links)
     stored = _output_tensors(links, request.dtype)
@@ -188,8 +188,12 @@ def _find_settings(
     return settings
 
 
-def _open_whole_kept(assets: Path, manifest: Mapping[str, Any]) -> SafetensorsDir | NoTensors:
-    kept = open_kept(assets)
+def _open_whole_kept(
+    assets: Path, model: MegatronModel, manifest: Mapping[str, Any]
+) -> SafetensorsDir | NoTensors:
+    originals = {name for link in model.links if link.needs_original for name in link.sources}
+    others = model.family.pass_through
+    kept = open_kept(assets, lambda name: name in originals or name.startswith(others))
     expected = manifest.get("passed_through", len(kept.tensors))
     if len(kept.tensors) != expected:
         raise ValueError(

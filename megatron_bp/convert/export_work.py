@@ -74,8 +74,7 @@ class ExportWork:
             for piece in clip(link.pieces, lo, lo + rows.shape[0]):
                 name = link.sources[piece.source]
                 part = rows[piece.target_lo - lo :][: piece.rows]
-                own = link.offset or link.pinned
-                if own and mine[name] and isinstance(self.kept, SafetensorsDir):
+                if link.needs_original and mine[name] and isinstance(self.kept, SafetensorsDir):
                     original = torch.empty(part.shape, dtype=self.kept.tensors[name].dtype)
                     self.kept.read_rows_into(name, piece.source_lo, original)
                     part = restore_original(part, original, link.offset)

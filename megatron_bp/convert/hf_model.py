@@ -72,7 +72,7 @@ def open_hf_model(directory: Path) -> HfModel:
         if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
             raise ValueError(f"{', '.join(link.sources)} have dtypes {dtypes}; must be one float")
     originals = {
-        name: found[name] for link in links if link.offset or link.pinned for name in link.sources
+        name: found[name] for link in links if link.needs_original for name in link.sources
     }
     return HfModel(family, shape, links, source, passed | originals)
 

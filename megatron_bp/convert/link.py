@@ -71,6 +71,11 @@ class Link:
         """The shape of one row."""
         return self.shape[self.row_dims :]
 
+    @property
+    def needs_original(self) -> bool:
+        """Whether Megatron's values may have lost bits, so that the original is kept beside."""
+        return self.pinned or self.offset != 0
+
     def source_rows(self, source: int) -> int:
         """Returns the number of rows of source number `source`."""
         shape = self.source_shapes[source]

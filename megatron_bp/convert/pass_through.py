@@ -9,7 +9,7 @@ by tests/convert/test_exact_offset.py and test_family_round_trips.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -35,12 +35,21 @@ def write_kept(directory: Path, names: Iterable[str], shards: Sequence[Shard]) -
     (directory / _NAMES).write_text(json.dumps(sorted(names), indent=1) + "\n")
 
 
-def open_kept(assets: Path) -> SafetensorsDir | NoTensors:
-    """Returns the tensors kept beside the assets."""
+def open_kept(
+    assets: Path, wanted: Callable[[str], bool] = lambda name: False
+) -> SafetensorsDir | NoTensors:
+    """Returns the tensors kept beside the assets.
+
+    Assets that are a whole repository have them among their own, where `wanted` picks them.
+    """
     directory = assets / PASS_THROUGH_NAME
-    if not list(directory.glob("*.safetensors")):
+    if list(directory.glob("*.safetensors")):
+        return SafetensorsDir(directory)
+    if not list(assets.glob("*.safetensors")):
         return NoTensors()
-    return SafetensorsDir(directory)
+    whole = SafetensorsDir(assets)
+    whole.tensors = {name: info for name, info in whole.tensors.items() if wanted(name)}
+    return whole if whole.tensors else NoTensors()
 
 
 def repository_names(assets: Path) -> tuple[str, ...]:
