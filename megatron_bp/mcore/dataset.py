@@ -36,7 +36,7 @@ class CorruptionRules:
 
     `end_of_document` is the token id that ends a document. `split_documents` keeps documents of one
     sample apart (--reset-attention-mask); `end_is_target` is false under --eod-mask-loss.
-    `vocab_size` bounds the random tokens of a uniform canvas, which alone needs it.
+    `vocab_size` bounds tokens and the random tokens of a uniform canvas; 0 checks nothing.
     """
 
     objective: Objective
@@ -61,8 +61,14 @@ class CorruptionRules:
 
         Shapes: clean, document, next_labels [L]; corrupted, labels, weights, counted, bucket
         [V, L]; normalizer [].
+        Raises: ValueError for a token outside the vocabulary.
         """
         tokens = clean["tokens"].numpy()
+        if 0 < self.vocab_size <= tokens.max(initial=0):
+            raise ValueError(
+                f"sample {index} holds token {tokens.max()}, outside the vocabulary of "
+                f"{self.vocab_size} ids; prepare the data with the tokenizer of this run."
+            )
         document = self.document_of_position(clean)
         corruption = corrupt(
             tokens,

@@ -149,6 +149,8 @@ def build_packed_datasets(
         return [None] * len(SPLITS)
     if args.mock_data:
         raise ValueError("--bdlm-data sft packs documents of files; drop --mock-data.")
+    if getattr(args, "multiple_validation_sets", False):
+        raise ValueError("--bdlm-data sft has one validation set; drop --multiple-validation-sets.")
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     datasets: list[Any] = []
     problems = []

@@ -107,6 +107,12 @@ def test_prompts_and_padding_are_never_masked_and_never_targets(tmp_path: Path, 
     assert num_targets > 50
 
 
+def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    clean = packed([write(tmp_path / "a")])
+    with pytest.raises(ValueError, match=r"sample 0 holds token \d+, outside the vocabulary of 50"):
+        CorruptedDataset(clean, rules(split_documents=True, vocab_size=50))[0]
+
+
 def test_a_filling_sample_is_all_padding(tmp_path: Path) -> None:
     clean = packed([write(tmp_path / "a")])
     sample = CorruptedDataset(clean, rules(split_documents=True))[None]
@@ -164,6 +170,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
             "the validation split .* is empty; give it a la",
         ),
         ({"data_path": [good], "mock_data": True}, "drop --mock-data"),
+        ({"data_path": [good], "multiple_validation_sets": True}, "drop --multiple-validation"),
     ):
         with pytest.raises(ValueError, match=message):
             build(arguments(**given))
