@@ -1,6 +1,6 @@
 """Makes the objective of a run from its flags. Knows no process group.
 
-Specified by tests/mcore/test_refusals.py.
+Specified by tests/mcore/test_choices.py.
 """
 
 from __future__ import annotations
