@@ -32,12 +32,14 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.9"],
         "fa4": ["flash-attn-4>=4.0.0b30"],
-        "convert": ["safetensors", "tokenizers", "tqdm", "transformers>=5.5", "gguf"],
+        "convert": ["gguf", "safetensors", "tokenizers", "tqdm", "transformers>=5.5"],
+        "data": ["pyarrow", "tokenizers", "tqdm", "transformers>=5.5"],
         "dev": [
             "gguf",
             "hypothesis",
             "matplotlib",
             "mypy",
+            "pyarrow",
             "pytest",
             "pytest-xdist",
             "ruff",
