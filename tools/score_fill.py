@@ -7,7 +7,7 @@ A model may also be the JSON file of an earlier call.
 *Masked-token accuracy*: the share of masked tokens whose likeliest prediction is the original, at
 several mask rates; masks depend on the seed only. All blocks are masked at once, as in training.
 *Valid code*: functions are continued after their header and docstring; the share of texts that
-`ast.parse` accepts, without the last line if it is not complete.
+`ast.parse` accepts, one new line at least, without the last one if it is not complete.
 Specified by tests/tools/test_score_fill.py.
 """
 
@@ -109,13 +109,14 @@ def headers(source: str) -> Iterator[str]:
         yield textwrap.dedent("".join(lines[node.lineno - 1 : stop]))
 
 
-def is_valid(text: str) -> bool:
-    """Whether the complete lines of a text are Python."""
+def is_valid(prompt: str, written: str) -> bool:
+    """Whether prompt and the complete lines of its continuation are Python, one at least."""
+    lines = written[: written.rfind("\n") + 1]
     try:
-        ast.parse(text[: text.rfind("\n") + 1])
+        ast.parse(prompt + lines)
     except (SyntaxError, ValueError):
         return False
-    return True
+    return bool(lines.strip())
 
 
 def score(directory: Path, args: argparse.Namespace) -> Score:
@@ -152,7 +153,7 @@ def score(directory: Path, args: argparse.Namespace) -> Score:
         ends = stop_ids(model, tokenizer)
         tokens = generate(decoder, start, args.max_new_tokens, how, ends, torch.Generator())
         written = tokenizer.decode(tokens[len(start) :], skip_special_tokens=True)
-        valid += is_valid(prompt + written) and bool(written.strip())
+        valid += is_valid(prompt, written)
         new, passes = new + len(tokens) - len(start), passes + decoder.num_forwards
     return Score(
         model=directory.name,

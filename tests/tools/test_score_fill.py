@@ -106,18 +106,20 @@ def test_headers_end_before_the_first_statement() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("written", "expected"),
     [
-        ("def f():\n    return 1\n", True),
-        ("def f():\n    return 1\n    x = (", True),  # the last line is not complete
-        ("def f():\n    return (1\n", False),
-        ("def f():\n", False),
-        ("def f():\n    x = 1\n  y = 2\n", False),
-        ("def f():\n    x = '\0'\n", False),
+        ("    return 1\n", True),
+        ("    return 1\n    x = (", True),  # the last line is not complete
+        ("    return (1\n", False),
+        ("    x = 1\n  y = 2\n", False),
+        ("    x = '\0'\n", False),
+        ("", False),
+        ("    )(", False),  # the docstring alone would be Python
+        ("\n\n  )", False),
     ],
 )
-def test_only_complete_lines_must_be_python(text: str, expected: bool) -> None:
-    assert score_fill.is_valid(text) is expected
+def test_complete_lines_must_be_python_and_there_must_be_one(written: str, expected: bool) -> None:
+    assert score_fill.is_valid('def f():\n    """Docstring."""\n', written) is expected
 
 
 def test_the_command_prints_a_row_for_each_model(
