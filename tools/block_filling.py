@@ -20,6 +20,17 @@ BLOCK_CAUSAL = ("bd3lm", "fast_dllm_v2", "sdar", "llada2")
 CHOICES = {"clean_rule": ("token_causal", "block_causal"), "logit_alignment": ("same", "shifted")}
 
 
+def load(directory: Path, dtype: str, device: str) -> tuple[Any, Any]:
+    """The model, ready to predict, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
+    )
+    return model.to(device).eval(), tokenizer
+
+
 @dataclass(frozen=True)
 class Semantics:
     """What the weights were trained for. Units: `block_size` tokens."""

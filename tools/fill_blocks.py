@@ -25,6 +25,7 @@ from block_filling import (
     Sampling,
     Semantics,
     fill_block,
+    load,
     read_semantics,
 )
 
@@ -93,14 +94,8 @@ def show(tokenizer: Any, tokens: torch.Tensor, mask_token_id: int) -> str:
 
 def run(args: argparse.Namespace) -> None:
     """Loads, masks, fills block by block and prints."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     rules = read_semantics(args.model, vars(args))
-    tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=getattr(torch, args.dtype), attn_implementation="sdpa"
-    )
-    model = model.to(args.device).eval()
+    model, tokenizer = load(args.model, args.dtype, args.device)
     text = args.prompt if args.file is None else args.file.read_bytes().decode("utf-8")
     tokens = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.long)
     if args.file is None:

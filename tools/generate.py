@@ -19,7 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from block_filling import CHOICES, PrefixDecoder, Sampling, Semantics, generate, read_semantics
+from block_filling import (
+    CHOICES,
+    PrefixDecoder,
+    Sampling,
+    Semantics,
+    generate,
+    load,
+    read_semantics,
+)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -45,17 +53,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     for name in ("block_size", "mask_token_id"):
         add(f"--{name.replace('_', '-')}", type=int, default=argparse.SUPPRESS)
     return parser.parse_args(arguments)
-
-
-def load(directory: Path, dtype: str, device: str) -> tuple[Any, Any]:
-    """The model, ready to predict, and its tokenizer."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
-    )
-    return model.to(device).eval(), tokenizer
 
 
 def check(prompt: torch.Tensor, num_new: int, rules: Semantics, model: Any) -> None:

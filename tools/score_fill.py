@@ -31,9 +31,10 @@ from block_filling import (
     Semantics,
     allowed_pairs,
     generate,
+    load,
     read_semantics,
 )
-from generate import load, stop_ids
+from generate import stop_ids
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_timers
 from megatron.training.utils import is_first_or_last_pipeline_stage
@@ -32,6 +31,7 @@ from megatron_bp.mcore.batch import CLEAN, Batch, LayoutSource, Targets, receive
 from megatron_bp.mcore.carrier import Layout, make_layout, make_params
 from megatron_bp.mcore.dataset import CorruptionRules, Sample
 from megatron_bp.mcore.model import local_row_mask
+from megatron_bp.mcore.next_token import refuse_not_finite
 from megatron_bp.mcore.parallel_state import make_block_groups
 from megatron_bp.objectives.accuracy import label_wins
 from megatron_bp.objectives.loss import (
@@ -223,7 +223,7 @@ class DiffusionForwardStep:
             loss = loss / num_samples
             count = torch.ones_like(loss) / self.layouts.common.groups.num_ranks
         if self.args.check_for_nan_in_loss_and_grad:
-            _refuse_not_finite(loss)
+            refuse_not_finite(loss)
         report = {"bdlm loss": torch.stack([loss.detach(), count])}
         report |= target_report(targets, scores, self.rules.objective, not training)
         if training:
@@ -271,17 +271,6 @@ def target_report(
         right = (wins & (bucket < CLEAN)).sum().double()
         report["masked token accuracy"] = torch.stack([right, masked])
     return report
-
-
-def _refuse_not_finite(loss: Tensor) -> None:
-    for rejected, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-        get_rerun_state_machine().validate_result(
-            result=loss,
-            rejection_func=rejected,
-            message=f"found {what} in local forward loss calculation",
-            tolerance=0.0,
-            fatal=True,
-        )
 
 
 def _no_loss(output: Tensor) -> tuple[Tensor, ...]:

@@ -47,6 +47,18 @@ def forward_step(
     return output, functools.partial(_loss, batch["loss_mask"])
 
 
+def refuse_not_finite(loss: Tensor) -> None:
+    """Returns if a loss is finite; else Megatron's rerun machinery ends the run."""
+    for rejected, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+        get_rerun_state_machine().validate_result(
+            result=loss,
+            rejection_func=rejected,
+            message=f"found {what} in local forward loss calculation",
+            tolerance=0.0,
+            fatal=True,
+        )
+
+
 def _batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: Any) -> dict[str, Any]:
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(KEYS)
@@ -90,13 +102,6 @@ def _loss(
     loss = torch.sum(output.view(-1).float() * mask)
     num_tokens = mask.sum().clone().detach().to(torch.int)
     if args.check_for_nan_in_loss_and_grad:
-        for rejected, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
-            get_rerun_state_machine().validate_result(
-                result=loss,
-                rejection_func=rejected,
-                message=f"found {what} in local forward loss calculation",
-                tolerance=0.0,
-                fatal=True,
-            )
+        refuse_not_finite(loss)
     report = torch.cat([loss.clone().detach().view(1), num_tokens.view(1)])
     return loss, num_tokens, {"lm loss": report}

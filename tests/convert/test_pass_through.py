@@ -64,7 +64,5 @@ def test_a_lost_folder_is_noticed(tmp_path: Path, hf: Path):
     request = ImportRequest(hf, tmp_path / "m", Layout.PER_LAYER, "keep", overwrite=False)
     hf_to_mcore(request, Silent())
     shutil.rmtree(tmp_path / "m" / "hf" / "pass_through")
-    with pytest.raises(
-        ValueError, match=r"kept in pass_through/ \(0 of 4\); give"
-    ):
+    with pytest.raises(ValueError, match=r"kept in pass_through/ \(0 of 4\); give"):
         _export(tmp_path, tmp_path / "m" / "hf")
