@@ -77,6 +77,15 @@ class PlanRequest:
                 f"gather_corrupted needs num_clean_shards={self.num_clean_shards} to equal "
                 f"num_ranks={self.num_ranks}."
             )
+        for name, kind in (
+            ("clean_rule", CleanRule),
+            ("corrupted_rule", CorruptedRule),
+            ("ownership", Ownership),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kind):  # an equal string would compare by identity and lose
+                choices = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
+                problems.append(f"{name}={value!r} must be one of {choices}.")
         if problems:
             raise ValueError(" ".join(problems))
         self.rules  # noqa: B018  (validates the window)

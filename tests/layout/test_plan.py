@@ -173,3 +173,10 @@ def test_refuses_a_rank_outside_the_context_group(rank: int) -> None:
 def test_refuses_documents_that_do_not_cover_the_sample() -> None:
     with pytest.raises(ValueError, match=r"must be non-empty, adjacent and cover \[0, 64\)"):
         make_plan(PlanRequest(length=64, block_size=4, documents=((0, 60),)), 0)
+
+
+@pytest.mark.parametrize("name", ["clean_rule", "corrupted_rule", "ownership"])
+def test_a_rule_given_as_a_string_is_refused(name: str) -> None:
+    value = {"clean_rule": "block_causal", "corrupted_rule": "causal", "ownership": "contiguous"}
+    with pytest.raises(ValueError, match=rf"{name}='.*' must be one of "):
+        PlanRequest(length=16, block_size=4, **{name: value[name]})
