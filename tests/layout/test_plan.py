@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from megatron_bp.layout.owners import Ownership
 from megatron_bp.layout.plan import PlanRequest, make_plan, with_window
 from megatron_bp.layout.visibility import CleanRule, CorruptedRule
 from tests.layout.test_decomposition import requests
@@ -132,7 +133,7 @@ def test_requests_are_hashable_and_distinguish_every_field() -> None:
         "window": 3,
         "documents": ((0, 64),),
         "prompts": (3,),
-        "ownership": "contiguous",
+        "ownership": Ownership.CONTIGUOUS,
         "gather_corrupted": True,
         "row_multiple": 2,
         "windowed_exchange": False,
