@@ -14,6 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import Phase as Step
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_bp.attention.block_parallel import (
     AttentionOptions,
@@ -29,6 +32,7 @@ from megatron_bp.layout.owners import Ownership
 from megatron_bp.layout.plan import PlanRequest, make_plan
 from tests.attention.test_block_parallel import make_groups
 from tests.distributed import run_distributed
+from tests.layout.test_decomposition import requests
 
 WORLDS = [2, 3, 4]
 KV_HEADS, SIZE, SAMPLES = 2, 4, 2
@@ -272,6 +276,26 @@ def test_the_reduction_is_the_adjoint_of_the_gather(num_ranks: int) -> None:
     for found in results(num_ranks):
         for request, (left, right) in zip(cases(num_ranks), found["adjoint"], strict=True):
             assert left != 0
+            # fp64 sums of a few thousand products of order one
+            assert left == pytest.approx(right, rel=1e-12, abs=1e-11), request
+
+
+def _random_adjoints(rank: int, num_ranks: int, drawn: list[PlanRequest]) -> list[Any]:
+    groups = make_groups(num_ranks, num_ranks)
+    return [adjoint_products(request, rank, groups) for request in drawn]
+
+
+@settings(max_examples=3, deadline=None, derandomize=True, phases=[Step.generate])
+@given(drawn=st.lists(requests(), min_size=20, max_size=20))
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_gather_and_reduction_are_adjoint_for_any_request(
+    num_ranks: int, drawn: list[PlanRequest]
+) -> None:
+    """Lists of requests are drawn here, so that every rank runs the same ones in one spawn."""
+    shared = {"num_ranks": num_ranks, "num_clean_shards": num_ranks, "gather_corrupted": False}
+    drawn = [replace(request, **shared) for request in drawn]
+    for found in run_distributed(_random_adjoints, num_ranks, drawn):
+        for request, (left, right) in zip(drawn, found, strict=True):
             # fp64 sums of a few thousand products of order one
             assert left == pytest.approx(right, rel=1e-12, abs=1e-11), request
 
