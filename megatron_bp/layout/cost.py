@@ -48,13 +48,12 @@ class Traffic:
 
 def _rows(plan: RankPlan) -> tuple[int, int]:
     """Rows sent in the forward pass and in the backward pass."""
-    exchange = plan.exchange
+    exchange, corrupted = plan.exchange, 0
+    if plan.request.gather_corrupted:
+        corrupted = plan.request.num_views * plan.own_exchange.sent_rows
     if isinstance(exchange, SlabExchange):
-        rows = exchange.sent_rows
-        if plan.request.gather_corrupted:
-            rows += plan.request.num_views * plan.own_exchange.sent_rows
-        return rows, rows
-    return exchange.sent_rows, sum(exchange.receive_counts)
+        return exchange.sent_rows + corrupted, exchange.sent_rows + corrupted
+    return exchange.sent_rows + corrupted, sum(exchange.receive_counts) + corrupted
 
 
 def layer_traffic(plan: RankPlan, shape: LayerShape) -> Traffic:

@@ -41,7 +41,8 @@ class PlanRequest:
 
     `num_ranks` P shares one sample, `num_clean_shards` C of them hold the clean rows (P // C
     times). `num_views` counts corrupted views of the sample. `window` is in tokens, 0 for none.
-    `gather_corrupted` is the conventional context-parallel baseline: corrupted keys travel too.
+    `gather_corrupted` is the conventional context-parallel baseline: corrupted keys travel too, all
+    of them, also where `windowed_exchange` sends clean rows only to ranks that see them.
     `row_multiple` pads the local rows (tensor parallel size under sequence parallelism).
     Raises: ValueError listing every problem.
     """
@@ -193,8 +194,7 @@ def with_window(plan: RankPlan, window: int) -> RankPlan:
 
 
 def _by_window(request: PlanRequest) -> bool:
-    wants = request.windowed_exchange and request.window and not request.gather_corrupted
-    return bool(wants) and request.num_clean_shards > 1
+    return request.windowed_exchange and request.window > 0 and request.num_clean_shards > 1
 
 
 def _needed(

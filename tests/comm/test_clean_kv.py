@@ -62,6 +62,8 @@ def cases(num_ranks: int) -> list[PlanRequest]:
         *(replace(request, window=9) for request in dense[:4]),
         replace(aligned, window=1),
         replace(aligned, window=200),
+        replace(aligned, window=9, gather_corrupted=True),
+        replace(aligned, window=9, gather_corrupted=True, windowed_exchange=False),
         *hybrid,
         *(replace(request, window=9) for request in hybrid),
     ]

@@ -107,6 +107,15 @@ def test_the_windowed_exchange_is_cheaper_than_the_dense_one() -> None:
     assert mean_step_bytes(windowed, shape, 1) < 0.01 * mean_step_bytes(dense, shape, 1)
 
 
+def test_the_honest_baseline_windows_clean_rows_and_moves_every_corrupted_row() -> None:
+    shape = LayerShape(8, 256)
+    gathered = context(block_size=256, gather_corrupted=True, window=1024, windowed_exchange=False)
+    honest = context(block_size=256, gather_corrupted=True, window=1024)
+    windowed = context(block_size=256, window=1024)
+    whole, own = mean_step_bytes(gathered, shape, 1), mean_step_bytes(windowed, shape, 1)
+    assert mean_step_bytes(honest, shape, 1) == whole / 2 + own
+
+
 @pytest.mark.parametrize(("length", "block"), [(64, 4), (48, 1), (96, 8)])
 @pytest.mark.parametrize("views", [1, 2])
 def test_pairs_follow_the_closed_forms(length: int, block: int, views: int) -> None:
