@@ -41,6 +41,7 @@ LAYERS = {
     "objectives": _layer("objectives layout", "numpy torch"),
     "convert": _layer("convert", "numpy torch safetensors"),
     "data": _layer("data layout", "numpy pyarrow tokenizers transformers"),
+    "planning": _layer("config layout planning", "numpy matplotlib"),
     "mcore": _layer("attention comm config convert data layout mcore objectives", ANY),
 }
 
