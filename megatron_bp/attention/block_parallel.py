@@ -23,6 +23,7 @@ from megatron_bp.attention.contract import (
     lse_dtype,
 )
 from megatron_bp.attention.interval import IntervalRun, interval_mask
+from megatron_bp.attention.keeping import ALONE, Slot
 from megatron_bp.attention.native import (
     KeyValue,
     NativeRun,
@@ -58,12 +59,19 @@ class AttentionOptions:
 
 
 def block_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: RankPlan, groups: BlockGroups, options: AttentionOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: RankPlan,
+    groups: BlockGroups,
+    options: AttentionOptions,
+    slot: Slot = ALONE,
 ) -> Tensor:
     """Attention of this rank's rows over the whole sample, exact in value and gradient.
 
     Shapes: q [T, Z, N, H], k and v [T, Z, M, H] in `plan.rows` order; the result is like q, or
-    [T - num_clean, Z, N, H] with `corrupted_only`. Padding rows give 0.
+    [T - num_clean, Z, N, H] with `corrupted_only`. Padding rows give 0. `slot` is the layer's place
+    among what its micro-batch keeps for backward and for a second run of the layer.
     Raises: ValueError if shapes do not fit the plan, the groups do not fit the plan, or no kernel
     can serve.
     Source: Context-sharded block parallelism; decomposition and merge as in DESIGN.md.
@@ -85,7 +93,11 @@ def block_parallel_attention(
         sliding=plan.request.window > 0,
     )
     kernel = choose_kernel(options.kernel, need)
-    call = _Call(plan, groups, options, kernel)
+    call = _Call(plan, groups, options, kernel, slot)
+    if slot.is_first_run:
+        partial, keys = _attend(q, k, v, call)
+        slot.keeper.put(slot.layer, tuple(partial), keys)
+        return partial.out
     return cast(Tensor, _BlockParallelAttention.apply(q, k, v, call))
 
 
@@ -116,6 +128,7 @@ class _Call:
     groups: BlockGroups
     options: AttentionOptions
     kernel: AttentionKernel
+    slot: Slot
 
     @property
     def first_row(self) -> int:
@@ -136,30 +149,27 @@ class _Call:
 class _BlockParallelAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: _Call) -> Tensor:
-        clean = call.plan.rows.num_clean
-        gather = CleanGather(k[:clean], v[:clean], call.plan.exchange, call.groups.clean_shards)
-        own = _own_keys(k[clean:], v[clean:], call)
-        packed = gather.buffer_SZ2MH
-        keys: Spaces = (KeyValue(packed[:, :, 0], packed[:, :, 1]), own)
-        rows = q[call.first_row :]
-        if call.options.strategy is Strategy.INTERVAL:
-            gather.wait(Phase.LATE)
-            partial = call.interval(q.device).forward(rows, keys)
+        keeper, kept = call.slot.keeper, call.slot.keeper.take(call.slot.layer)
+        if kept.results:  # the second run of this layer computes nothing
+            partial = Partial(kept.results[0].detach(), kept.results[1])
+            keys = kept.keys
+            if not keys:  # on its way while the rest of the layer runs again
+                ctx.gather = _start_gather(k, v, call)
         else:
-            todo, run = call.schedule.forward, call.native()
-            partial = empty_partial(rows, todo)
-            for phase in Phase:
-                gather.wait(phase)
-                run.forward(todo.steps[phase], rows, keys, partial)
+            partial, keys = _attend(q, k, v, call)
+            if not keeper.keeping.clean_kv and not kept.again:
+                keys = ()
+                keeper.line_up(ctx)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, packed, own.k, own.v, *partial)
+        ctx.save_for_backward(q, k, v, *partial, *keys)
         return partial.out
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         dout = grad_outputs[0].contiguous()
         call: _Call = ctx.call
-        q, k, v, packed, own_k, own_v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *kept = ctx.saved_tensors
+        packed, own = _keys_again(ctx, k, v, kept)
         clean = call.plan.rows.num_clean
         wire = k.dtype if call.options.grad_wire is GradWire.MODEL else lse_dtype(k.dtype)
         reduce = CleanReduce(
@@ -168,16 +178,9 @@ class _BlockParallelAttention(torch.autograd.Function):
         dpacked = reduce.grad_SZ2MH
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         dq[: call.first_row] = 0
-        down = _own_grad_buffers(own_k, (dk[clean:], dv[clean:]), call)
-        saved = (
-            q[call.first_row :],
-            (KeyValue(packed[:, :, 0], packed[:, :, 1]), KeyValue(own_k, own_v)),
-            Partial(out, lse),
-        )
-        grads = (
-            dq[call.first_row :],
-            (KeyValue(dpacked[:, :, 0], dpacked[:, :, 1]), down),
-        )
+        down = _own_grad_buffers(own.k, (dk[clean:], dv[clean:]), call)
+        saved = (q[call.first_row :], (_split(packed), own), Partial(out, lse))
+        grads = (dq[call.first_row :], (_split(dpacked), down))
         todo = call.schedule.backward
         if call.options.strategy is Strategy.INTERVAL:
             call.interval(q.device).backward(dout, saved, grads)
@@ -197,6 +200,51 @@ class _BlockParallelAttention(torch.autograd.Function):
         return dq, dk, dv, None
 
 
+def _attend(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Partial, tuple[Tensor, ...]]:
+    """The layer's output and LSE, and the key buffers that were gathered for it."""
+    gather, own = _start_gather(k, v, call), _own_keys(k, v, call)
+    keys: Spaces = (_split(gather.buffer_SZ2MH), own)
+    rows = q[call.first_row :]
+    if call.options.strategy is Strategy.INTERVAL:
+        gather.wait(Phase.LATE)
+        partial = call.interval(q.device).forward(rows, keys)
+    else:
+        todo, run = call.schedule.forward, call.native()
+        partial = empty_partial(rows, todo)
+        for phase in Phase:
+            gather.wait(phase)
+            run.forward(todo.steps[phase], rows, keys, partial)
+    gathered = tuple(own) if call.plan.request.gather_corrupted else ()
+    return partial, (gather.buffer_SZ2MH, *gathered)
+
+
+def _start_gather(k: Tensor, v: Tensor, call: _Call) -> CleanGather:
+    clean = call.plan.rows.num_clean
+    return CleanGather(k[:clean], v[:clean], call.plan.exchange, call.groups.clean_shards)
+
+
+def _split(packed_SZ2MH: Tensor) -> KeyValue:
+    return KeyValue(packed_SZ2MH[:, :, 0], packed_SZ2MH[:, :, 1])
+
+
+def _keys_again(ctx: Any, k: Tensor, v: Tensor, kept: list[Tensor]) -> tuple[Tensor, KeyValue]:
+    """The key buffers for backward: kept ones, or gathered again; then the layer below gathers.
+
+    Every rank does this in the same order: it depends on nothing but what the layers keep.
+    """
+    call: _Call = ctx.call
+    if kept:
+        packed, *gathered = kept
+        return packed, KeyValue(*gathered) if gathered else _own_keys(k, v, call)
+    gather = getattr(ctx, "gather", None) or _start_gather(k, v, call)
+    ctx.gather = None
+    gather.wait(Phase.LATE)
+    for below in call.slot.keeper.next_after(ctx):
+        k_below, v_below = below.saved_tensors[1:3]
+        below.gather = _start_gather(k_below, v_below, below.call)
+    return gather.buffer_SZ2MH, _own_keys(k, v, call)
+
+
 def _views(x: Tensor, call: _Call) -> tuple[Tensor, ...]:
     """The local corrupted rows of each view, without trailing padding rows."""
     views = call.plan.request.num_views
@@ -206,6 +254,7 @@ def _views(x: Tensor, call: _Call) -> tuple[Tensor, ...]:
 
 def _own_keys(k: Tensor, v: Tensor, call: _Call) -> KeyValue:
     """Corrupted keys: the local ones; gathered from all ranks in the context-parallel baseline."""
+    k, v = k[call.plan.rows.num_clean :], v[call.plan.rows.num_clean :]
     if not call.plan.request.gather_corrupted:
         alike = k.stride() == v.stride() and k.stride(-1) == 1
         return KeyValue(k, v) if alike else KeyValue(k.contiguous(), v.contiguous())
