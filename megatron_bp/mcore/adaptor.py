@@ -15,6 +15,7 @@ import torch
 
 from megatron_bp.config import BlockParallelConfig, list_problems
 from megatron_bp.mcore import arguments, cpu, refusals, versions
+from megatron_bp.mcore.checkpoints import mend_tracker
 
 
 def pretrain_bdlm() -> None:
@@ -68,6 +69,7 @@ def parse() -> tuple[argparse.Namespace, BlockParallelConfig]:
     from megatron.training.utils import print_rank_0
 
     args = parse_args(add_arguments)
+    mended = mend_tracker(args) if args.bdlm_objective != "none" else ""
     if args.use_checkpoint_args:
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
@@ -78,7 +80,7 @@ def parse() -> tuple[argparse.Namespace, BlockParallelConfig]:
     set_global_variables(args)
     if config.is_diffusion:
         refuse_after_start(args, get_tokenizer())
-    print_rank_0(arguments.banner(args, config))
+    print_rank_0("\n".join(filter(None, (arguments.banner(args, config), mended))))
     return args, config
 
 

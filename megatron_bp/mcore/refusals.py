@@ -14,10 +14,10 @@ from typing import Any
 
 from megatron_bp.config import BlockParallelConfig, flag, list_problems
 from megatron_bp.layout.plan import PlanRequest, make_plan
+from megatron_bp.mcore.checkpoints import TRACKER, checkpoint_problems, is_same_folder
 from megatron_bp.mcore.choices import objective_of
 from megatron_bp.mcore.lora_flags import lora_problems
 
-TRACKER = "latest_checkpointed_iteration.txt"
 # What decides the meaning of the weights; a resumed run must not change it unnoticed.
 KEPT_ON_RESUME = (
     "bdlm_objective",
@@ -45,6 +45,7 @@ def refuse(args: argparse.Namespace, config: BlockParallelConfig) -> None:
         unverified_problems,
         data_problems,
         load_problems,
+        checkpoint_problems,
         lora_problems,
     )
     problems = [problem for check in checks for problem in check(args, config)]
@@ -247,7 +248,7 @@ def load_problems(args: argparse.Namespace, config: BlockParallelConfig) -> Prob
         for name, folder in folders.items()
         if folder is not None
         and not (Path(folder) / TRACKER).is_file()
-        and not (name == "load" and args.save is not None and _same(folder, args.save))
+        and not (name == "load" and args.save is not None and is_same_folder(folder, args.save))
     ]
 
 
@@ -296,7 +297,3 @@ def resume_problems(args: argparse.Namespace, saved: argparse.Namespace) -> Prob
 
 def _largest_divisor(number: int, most: int) -> int:
     return max(size for size in range(1, most + 1) if number % size == 0)
-
-
-def _same(one: str, other: str) -> bool:
-    return Path(one).resolve() == Path(other).resolve()
