@@ -2,14 +2,12 @@
 
 convert_checkpoint.py hf2mcore HF_DIR OUT            unchanged weights
 convert_checkpoint.py ar2bdlm HF_DIR OUT --block-size 32 --mask-token-id 151669
+convert_checkpoint.py ar2bdlm GEMMA4_DIR OUT --objective diffusion_gemma
 convert_checkpoint.py mcore2hf MEGATRON_DIR OUT --hf-assets OUT/hf [--serve-as sdar]
 convert_checkpoint.py mcore2hf BASE_DIR OUT --lora ADAPTER_DIR     merged into the base
 convert_checkpoint.py lora2peft ADAPTER_DIR OUT --hf-assets BASE_DIR/hf
 convert_checkpoint.py draft2hf MEGATRON_DIR OUT --hf-assets DRAFT_CONFIG_DIR --serve-as dflash2
-convert_checkpoint.py inspect DIR
-convert_checkpoint.py verify HF_DIR MEGATRON_DIR
-
-docs/convert.md explains families, files and what is refused.
+convert_checkpoint.py inspect DIR  |  verify HF_DIR MEGATRON_DIR        (docs/convert.md)
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from megatron_bp.convert.ar_to_bdlm import ImportRequest, MaskWish, ar_to_bdlm, 
 from megatron_bp.convert.bdlm_settings import ALIGNMENT_OF_OBJECTIVE, CLEAN_RULES, BdlmSettings
 from megatron_bp.convert.check import inspect_directory, verify
 from megatron_bp.convert.export import WEIGHTS, ExportRequest, default_assets, mcore_to_hf
+from megatron_bp.convert.gemma_to_diffusion import OBJECTIVE, gemma_to_diffusion
 from megatron_bp.convert.lora import open_adapters, write_peft
 from megatron_bp.convert.megatron_model import LATEST
 from megatron_bp.convert.plan import DTYPES, KEEP_DTYPE, Layout
@@ -63,7 +62,7 @@ def main(argv: list[str]) -> int:
     finally:
         progress.close()
     print(json.dumps(result, indent=2))
-    return 1 if result.get("differ") else 0
+    return int(bool(result.get("differ")))
 
 
 def run(args: argparse.Namespace, progress: ProgressLine) -> dict[str, Any]:
@@ -76,11 +75,11 @@ def run(args: argparse.Namespace, progress: ProgressLine) -> dict[str, Any]:
         return write_peft(open_adapters(args.source), args.hf_assets, args.target)
     common = {"workers": args.workers, "check_finite": args.check_finite}
     if args.command in ("mcore2hf", "draft2hf"):
-        assets = args.hf_assets or default_assets(args.source)
+        paths = (args.source, args.target, args.hf_assets or default_assets(args.source))
         shard = int(args.max_shard_gib * 2**30)
         sizes = (args.iteration, args.dtype, shard, args.block_size, args.mask_token_id)
         request = ExportRequest(
-            *(args.source, args.target, assets, *sizes, args.overwrite),
+            *(*paths, *sizes, args.overwrite),
             **common,
             objective=args.objective,
             clean_rule=args.clean_rule,
@@ -89,12 +88,15 @@ def run(args: argparse.Namespace, progress: ProgressLine) -> dict[str, Any]:
             adapters=tuple(args.lora),
         )
         return mcore_to_hf(request, progress)
-    paths, layout = (args.source, args.target), Layout(args.layout)
-    source = ImportRequest(*paths, layout, args.dtype, args.overwrite, **common)
+    settings = (Layout(args.layout), args.dtype, args.overwrite)
+    source = ImportRequest(args.source, args.target, *settings, **common)
     if args.command == "hf2mcore":
         return hf_to_mcore(source, progress)
-    bdlm = BdlmSettings(args.objective, args.block_size, args.clean_rule, "", -1)
     wish = MaskWish(args.mask_token, args.mask_token_id, args.resize, args.mask_row_init)
+    if args.objective == OBJECTIVE:
+        return gemma_to_diffusion(source, args.block_size, wish, progress)
+    size = 32 if args.block_size == -1 else args.block_size
+    bdlm = BdlmSettings(args.objective, size, args.clean_rule, "", -1)
     return ar_to_bdlm(source, bdlm, wish, progress, check_tokenizer)
 
 
@@ -126,8 +128,8 @@ def make_parser() -> argparse.ArgumentParser:
         else:
             add("--layout", choices=list(Layout), default=Layout.PER_LAYER)
         if name == "ar2bdlm":
-            add("--objective", default="standard")
-            add("--block-size", type=int, default=32, help="tokens")
+            add("--objective", default="standard", help="diffusion_gemma makes one of Gemma 4")
+            add("--block-size", type=int, default=-1, help="tokens; 32, or 256 of diffusion_gemma")
             add("--clean-rule", choices=CLEAN_RULES, default="preset")
             add("--mask-token", default="")
             add("--mask-token-id", type=int, default=-1, help="default: the family's usual one")

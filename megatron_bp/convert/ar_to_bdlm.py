@@ -84,7 +84,9 @@ def hf_to_mcore(request: ImportRequest, progress: Progress) -> dict[str, Any]:
     """Converts an autoregressive model unchanged; returns the manifest."""
     model = open_hf_model(request.source)
     fields = {"family": model.family.name, **settings_fields(AUTOREGRESSIVE)}
-    return _write(request, model, model.source, AUTOREGRESSIVE, fields, progress, lambda _: {})
+    return write_import(
+        request, model, model.source, AUTOREGRESSIVE, fields, progress, lambda _: {}
+    )
 
 
 TokenizerCheck = Callable[[Path, str, int], str]
@@ -149,10 +151,10 @@ def ar_to_bdlm(
         edit_tokenizer(assets, mask)
         return {"tokenizer": check_tokenizer(assets, mask.token, mask.token_id)}
 
-    return _write(request, model, source, bdlm, fields, progress, edit)
+    return write_import(request, model, source, bdlm, fields, progress, edit)
 
 
-def _write(
+def write_import(
     request: ImportRequest,
     model: HfModel,
     source: TensorSource,
@@ -161,6 +163,11 @@ def _write(
     progress: Progress,
     edit: Callable[[Path], dict[str, Any]],
 ) -> dict[str, Any]:
+    """Writes the whole output directory and returns its manifest.
+
+    `source` has the tensors that `model` names, which need not be those of the files; `fields` go
+    to the manifest, `edit` changes the copied assets and returns more fields.
+    """
     shape, layout = model.shape, request.layout
     if layout is Layout.HOMOGENEOUS and not model.family.stackable:
         raise ValueError(
@@ -202,7 +209,7 @@ def _write(
         (partial / TRACKER_NAME).write_text(RELEASE_NAME)
         write_flags(partial, megatron_flags(shape, bdlm, dtype), shape.notes)
         left = copy_assets(request.source, partial / ASSETS_NAME)
-        write_kept(work.kept, model.source.tensors, work.shards)
+        write_kept(work.kept, source.tensors, work.shards)
         _edit_assets(partial / ASSETS_NAME, shape, bdlm, dtype)
         fields = {**fields, **edit(partial / ASSETS_NAME)}
         names = [file.name for file in work.hashes]

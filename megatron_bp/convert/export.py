@@ -24,6 +24,7 @@ from megatron_bp.convert.bdlm_settings import (
 )
 from megatron_bp.convert.export_settings import ExportWish, find_settings
 from megatron_bp.convert.export_work import ExportWork
+from megatron_bp.convert.families import DIFFUSION_GEMMA
 from megatron_bp.convert.hf_assets import (
     PASS_THROUGH_NAME,
     copy_assets,
@@ -100,9 +101,9 @@ def mcore_to_hf(request: ExportRequest, progress: Progress) -> dict[str, Any]:
         return write_manifest(
             partial,
             {
-                **plan.fields,
                 "family": export.family,
                 **settings_fields(export.settings),
+                **plan.fields,
                 "serve_as": plan.profile.name,
                 "exported_from": directory.name,
                 "source_sha256": hashes,
@@ -146,12 +147,17 @@ def _plan_export(request: ExportRequest) -> _ExportPlan:
     if profile.untied_head and shape.tied and embedding and shape.head_name not in names:
         names[embedding] += (profile.untied_head,)
     outputs = {new: info for name, info in stored.items() for new in names[name]}
+    zeros = {
+        name: TensorInfo(size, next(iter(stored.values())).dtype)
+        for name, size in profile.zeros(export).items()
+    }
     work = ExportWork(
         reader=model.reader,
         links=links,
         kept=kept,
-        shards=plan_shards(outputs, request.max_shard_bytes),
+        shards=plan_shards(outputs | zeros, request.max_shard_bytes),
         written_names=names,
+        zeros=zeros,
         directory=partial_path(request.target),
         check_finite=request.check_finite,
     )
@@ -180,6 +186,8 @@ def _find_settings(
 ) -> BdlmSettings:
     if model.is_drafter:
         return AUTOREGRESSIVE  # block size and mask id stay in its dflash_config
+    if model.family is DIFFUSION_GEMMA:
+        return AUTOREGRESSIVE  # no mask; canvas_length is in the config
     wish = ExportWish(
         request.objective, request.block_size, request.clean_rule, request.mask_token_id
     )
@@ -244,7 +252,10 @@ def _use_masters(model: MegatronModel, request: ExportRequest) -> bool:
 
 
 def _inherited(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: manifest[name] for name in ("mask_row", "notes") if name in manifest}
+    names: tuple[str, ...] = ("mask_row", "notes", "converted_from", "self_conditioning")
+    if manifest.get("family") == DIFFUSION_GEMMA.name:
+        names += ("objective", "alignment", "block_size", "clean_rule")
+    return {name: manifest[name] for name in names if name in manifest}
 
 
 def _output_tensors(links: Iterable[tuple[Link, Stored]], dtype: str) -> dict[str, TensorInfo]:

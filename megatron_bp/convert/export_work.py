@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_bp.convert.link import Link
+from megatron_bp.convert.link import Link, TensorInfo
 from megatron_bp.convert.megatron_model import Stored, iter_link_rows
 from megatron_bp.convert.pass_through import NoTensors, restore_original
 from megatron_bp.convert.rules import clip
@@ -21,13 +21,17 @@ from megatron_bp.convert.torch_dist_io import TorchDistReader
 
 @dataclass(frozen=True)
 class ExportWork:
-    """One job a shard. `written_names` maps a repository's tensor name to those to write."""
+    """One job a shard. `written_names` maps a repository's tensor name to those to write.
+
+    `zeros` are tensors that no checkpoint has.
+    """
 
     reader: TorchDistReader
     links: tuple[tuple[Link, Stored], ...]
     kept: SafetensorsDir | NoTensors
     shards: tuple[Shard, ...]
     written_names: Mapping[str, tuple[str, ...]]
+    zeros: Mapping[str, TensorInfo]
     directory: Path
     check_finite: bool
 
@@ -58,6 +62,10 @@ class ExportWork:
                     for lo, rows in self.kept.iter_rows(name):
                         writer.write_rows(written, lo, rows)
                         advance(rows.nbytes)
+            for name in self.zeros.keys() & shard.tensors.keys():
+                info = self.zeros[name]
+                writer.write_rows(name, 0, torch.zeros(info.shape, dtype=info.dtype))
+                advance(info.num_bytes)
 
     def _mine(self, name: str, shard: Shard) -> tuple[str, ...]:
         return tuple(x for x in self.written_names.get(name, ()) if x in shard.tensors)

@@ -186,6 +186,29 @@ def _gemma4(tied: bool) -> Any:
     )
 
 
+def _gemma4_moe(tied: bool) -> Any:
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration, Gemma4TextConfig
+
+    text = Gemma4TextConfig(
+        **GEMMA,
+        **GEMMA_MOE,
+        **NO_PER_LAYER_INPUT,
+        attention_k_eq_v=True,
+        enable_moe_block=True,
+        final_logit_softcapping=30.0,
+        use_bidirectional_attention="vision",
+        tie_word_embeddings=tied,
+    )
+    return Gemma4ForConditionalGeneration(
+        Gemma4Config(
+            text_config=text.to_dict(),
+            vision_config=GEMMA_VISION,
+            audio_config=None,
+            tie_word_embeddings=tied,
+        )
+    )
+
+
 def _diffusion_gemma(tied: bool) -> Any:
     from transformers import (
         DiffusionGemmaConfig,
@@ -215,5 +238,6 @@ BUILDERS: dict[str, Callable[[bool], Any]] = {
     "gemma4_text": _gemma4_text,
     "gemma4_with_v": _gemma4_with_v,
     "gemma4": _gemma4,
+    "gemma4_moe": _gemma4_moe,
     "diffusion_gemma": _diffusion_gemma,
 }

@@ -31,7 +31,8 @@ class Profile:
     `problems` lists what it would misread. `rewrite` returns the whole config.json. `rename` maps a
     tensor's name to the engine's. `files` are written beside, by name. `untied_head` is the tensor
     that the engine wants of a tied model as well, "" for none. `keeps_others` says whether tensors
-    outside the language model are written.
+    outside the language model are written. `zeros` returns the shapes of tensors that the engine's
+    layers have and the model does not, by the engine's names: they are written as zeros.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Profile:
     files: Mapping[str, str] = field(default_factory=dict)
     untied_head: str = ""
     keeps_others: bool = True
+    zeros: Callable[[Export], Mapping[str, tuple[int, ...]]] = lambda export: {}
 
 
 def family_problems(export: Export, families: tuple[str, ...], why: str) -> list[str]:

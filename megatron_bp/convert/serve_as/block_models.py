@@ -6,6 +6,7 @@ gemma4_diffusion.py), LMDeploy's sdar model, the models' published config.json f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_bp.convert.serve_as.base import (
@@ -21,6 +22,8 @@ from megatron_bp.convert.serve_as.remote_code import remote_files
 SDAR_MASK = 151669
 FAST_DLLM_MASK = 151665
 LLADA2_MASK = 156895
+# Llama's settings that Qwen2Config does not have; reading has refused all values but the usual.
+_ONLY_LLAMA = ("attention_bias", "mlp_bias", "pretraining_tp", "rope_interleaved", "head_dim")
 _SDAR = {
     "qwen3": ("SDARForCausalLM", "sdar", "Qwen3"),
     "qwen3_moe": ("SDARMoeForCausalLM", "sdar_moe", "Qwen3Moe"),
@@ -60,21 +63,58 @@ def _sdar_config(export: Export) -> dict[str, Any]:
 
 
 def _fast_dllm_problems(export: Export) -> list[str]:
-    why = "Fast-dLLM v2 has Qwen2.5's layers, with query, key and value biases"
-    problems = family_problems(export, ("qwen2",), why)
-    return problems + settings_problems(
-        export, alignment="shifted", clean_rule="block_causal", mask_token_id=FAST_DLLM_MASK
+    why = (
+        "Fast-dLLM v2 has Qwen2.5's layers, which hold Llama-type models exactly (zero biases) but "
+        "no query and key norms, experts or other layer types"
     )
+    problems = family_problems(export, ("qwen2", "llama"), why)
+    if export.family == "llama":
+        problems += _llama_as_qwen2_problems(export.config)
+    # The published generation code has Qwen2.5's mask id as a default; other models must pass it.
+    mask = FAST_DLLM_MASK if export.family == "qwen2" else -1
+    return problems + settings_problems(
+        export, alignment="shifted", clean_rule="block_causal", mask_token_id=mask
+    )
+
+
+def _llama_as_qwen2_problems(config: Mapping[str, Any]) -> list[str]:
+    head, whole = config.get("head_dim"), int(config["hidden_size"])
+    heads = int(config["num_attention_heads"])
+    if head in (None, whole // heads):
+        return []
+    return [
+        f"head_dim={head} must be hidden_size / num_attention_heads = {whole // heads}: Qwen2.5's "
+        f"layers have no head size of their own"
+    ]
 
 
 def _fast_dllm_config(export: Export) -> dict[str, Any]:
     config = with_top_level_rope(export.config)
+    if export.family == "llama":
+        config = {k: v for k, v in config.items() if k not in _ONLY_LLAMA}
+        config |= {"use_sliding_window": False, "sliding_window": None}
     return {
         **config,
         **_remote("Fast_dLLM_QwenForCausalLM", "Fast_dLLM_Qwen"),
         **_block_keys(export),
         "bd_size": export.settings.block_size,
         "layer_types": ["full_attention"] * int(config["num_hidden_layers"]),
+    }
+
+
+def _zero_biases(export: Export) -> dict[str, tuple[int, ...]]:
+    """Returns the biases that Qwen2.5's layers have and Llama's do not, in Qwen2.5's names."""
+    if export.family != "llama":
+        return {}
+    config = export.config
+    heads = int(config["num_attention_heads"])
+    head = int(config["hidden_size"]) // heads
+    rows = {"q": heads, "k": int(config.get("num_key_value_heads") or heads)}
+    rows["v"] = rows["k"]
+    return {
+        f"model.layers.{layer}.self_attn.{name}_proj.bias": (count * head,)
+        for layer in range(int(config["num_hidden_layers"]))
+        for name, count in rows.items()
     }
 
 
@@ -162,6 +202,7 @@ FAST_DLLM_V2 = Profile(
     _fast_dllm_problems,
     _fast_dllm_config,
     files=remote_files([("Fast_dLLM_QwenForCausalLM", "Fast_dLLM_Qwen", "Qwen2")]),
+    zeros=_zero_biases,
 )
 LLADA2 = Profile("llada2", _llada2_problems, lambda export: dict(export.config))
 NEMOTRON_LABS = Profile(
