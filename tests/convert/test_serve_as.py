@@ -22,6 +22,8 @@ from megatron_bp.convert.progress import Silent
 from megatron_bp.convert.serve_as import AS_IT_IS, PROFILES, find_profile
 from megatron_bp.convert.serve_as.base import Export
 from tests.convert.tiny_models import (
+    LLAMA,
+    LLAMA3_ROPE,
     QWEN3,
     random_tensors,
     read_hf,
@@ -148,7 +150,17 @@ def test_architecture_and_type_are_the_engines(name: str, expected: tuple[str, s
         ),
         ("sdar", {"settings": AUTOREGRESSIVE}, "the model is autoregressive; convert it with ar2"),
         ("fast_dllm_v2", {"settings": replace(FAST, objective="standard")}, "same, but .* shifted"),
-        ("fast_dllm_v2", {"family": "qwen3"}, "family=qwen3 must be qwen2"),
+        ("fast_dllm_v2", {"family": "qwen3"}, "must be qwen2 or llama: .* no query and key norms"),
+        (
+            "fast_dllm_v2",
+            {"family": "llama"},
+            "head_dim=16 must be .* = 8: Qwen2.5's layers have no",
+        ),
+        (
+            "fast_dllm_v2",
+            {"settings": replace(FAST, mask_token_id=100)},
+            "mask_token_id=100 must be 151665, which",
+        ),
         ("nemotron_labs", {"family": "qwen3"}, "must be ministral3 or nemotron_labs_diffusion"),
         ("diffusion_gemma", {"settings": SDAR}, "starts from random tokens and has no mask"),
         ("diffusion_gemma", {"family": "gemma4"}, "self-conditioning, which no autoregressive"),
@@ -211,6 +223,47 @@ def test_nemotron_tensors_are_renamed_and_a_tied_head_is_written_out(tmp_path: P
     } == found.keys()
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     assert written["tie_word_embeddings"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_llama_model_is_served_in_qwen2s_layers_with_zero_biases(tmp_path: Path, tied: bool):
+    from transformers import AutoModelForCausalLM
+
+    config = {**LLAMA, "torch_dtype": "float32", "tie_word_embeddings": tied}
+    config |= {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_theta": 5e5}
+    config |= {"rope_scaling": LLAMA3_ROPE}
+    tensors = {name: tensor.float() for name, tensor in random_tensors(config).items()}
+    hf = write_hf(tmp_path / "hf", config, tensors)
+    changes = {"objective": "fast_dllm_v2", "block_size": 8, "mask_token_id": 100}
+    request = _export(tmp_path, hf, serve_as="fast_dllm_v2")
+    manifest = mcore_to_hf(replace(request, max_shard_bytes=40_000, **changes), Silent())
+    assert (manifest["family"], manifest["serve_as"]) == ("llama", "fast_dllm_v2")
+    found = read_hf(tmp_path / "back")
+    assert [name for name in tensors if not same_bits(found[name], tensors[name])] == []
+    added = {name: found[name].shape[0] for name in found.keys() - tensors.keys()}
+    assert added == {
+        f"model.layers.{layer}.self_attn.{name}_proj.bias": rows
+        for layer in range(2)
+        for name, rows in (("q", 48), ("k", 24), ("v", 24))
+    }
+    assert not any(found[name].any() for name in added)
+    served, loading = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", trust_remote_code=True, output_loading_info=True
+    )
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    assert type(served).__name__ == "Fast_dLLM_QwenForCausalLM"
+    assert (served.config.bd_size, served.config.mask_token_id) == (8, 100)
+    original = AutoModelForCausalLM.from_pretrained(hf)
+    tokens = torch.randint(0, 101, (2, 33), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = original.eval()(tokens).logits
+        assert expected.std() > 0.1
+        assert torch.equal(served.eval()(tokens).logits, expected)
+    # What was exported can be converted again, as the Qwen2 model that it now is.
+    again = ImportRequest(tmp_path / "back", tmp_path / "n", Layout.PER_LAYER, "keep", False)
+    assert hf_to_mcore(again, Silent())["family"] == "qwen2"
 
 
 @pytest.mark.slow

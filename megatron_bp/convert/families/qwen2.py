@@ -44,6 +44,7 @@ def read_qwen2_shape(config: Mapping[str, Any]) -> ModelShape:
 QWEN2 = Family(
     name="qwen2",
     model_types=("qwen2",),
+    architectures=("Fast_dLLM_QwenForCausalLM",),
     top=DENSE_TOP,
     head=DENSE_HEAD,
     layer=(*DENSE_LAYER, _QKV_BIAS),

@@ -40,6 +40,7 @@ def read_qwen3_shape(config: Mapping[str, Any]) -> ModelShape:
 QWEN3 = Family(
     name="qwen3",
     model_types=("qwen3",),
+    architectures=("SDARForCausalLM",),
     top=DENSE_TOP,
     head=DENSE_HEAD,
     layer=DENSE_LAYER + QK_NORMS,

@@ -60,6 +60,7 @@ def _states(family: Family, shape: ModelShape, layer: int) -> ExtraStates:
 QWEN3_MOE = Family(
     name="qwen3_moe",
     model_types=("qwen3_moe",),
+    architectures=("SDARMoeForCausalLM",),
     top=DENSE_TOP,
     head=DENSE_HEAD,
     layer=tuple(entry for entry in QWEN3.layer if not entry.target.startswith("mlp.")),
