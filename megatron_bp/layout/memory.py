@@ -1,0 +1,259 @@
+"""Counts the bytes one rank holds at the peak of a step: weights, gradients, activations, ...
+
+What the allocator adds (fragments, library workspaces, communication buffers) is not in here; a
+planner keeps a reserve for it. Letters as in flops.py; T tensor ranks, Z samples, S buffer rows.
+Specified by tests/layout/test_memory.py, which counts what a small layer saves.
+"""
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from megatron_bp.layout.flops import rows_after_attention
+from megatron_bp.layout.model_shape import AttentionShape, LayerKind
+from megatron_bp.layout.pair_counts import row_counts, window_rows
+from megatron_bp.layout.run_shape import Mode, Recompute, Run
+
+LSE_BYTES = ROUTER_BYTES = WIDE_BYTES = 4  # fp32
+LOSS_PIECE_COLUMNS = 16384  # columns of fp32 logits at a time in the fused loss
+
+
+class Stage(StrEnum):
+    """The two ends of a pipeline: the first holds most micro-batches, the last the head."""
+
+    FIRST = "first"
+    LAST = "last"
+
+
+@dataclass(frozen=True)
+class MemoryBytes:
+    """Bytes of one rank at the peak.
+
+    `activations`: what layers keep for backward, over all micro-batches in flight. `gathered_kv`:
+    the key buffers among them. `workspace`: the largest temporary of one layer's backward, with one
+    layer's activations under full recomputation. `logits`: the loss.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    gathered_kv: int
+    workspace: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def buffer_rows(run: Run, window: int) -> int:
+    """Rows of the clean key buffer: all of the sample's, or own and received ones (windowed)."""
+    request = run.request(window)
+    rows = row_counts(request)
+    if window and run.topology.windowed_exchange and run.topology.shards > 1:
+        return rows.clean + int(window_rows(request).max())
+    return rows.clean * run.topology.shards
+
+
+def gathered_bytes(run: Run, kind: LayerKind) -> int:
+    """Key buffer of one layer and micro-batch: 2 * Z * S * M * H / T elements.
+
+    The context-parallel baseline holds the corrupted keys of all ranks too.
+    """
+    mixer = kind.mixer
+    if not isinstance(mixer, AttentionShape):
+        return 0
+    rows = buffer_rows(run, mixer.window)
+    if run.topology.mode is Mode.CP:
+        rows += run.batch.num_views * run.batch.length
+    kv = 2 * mixer.num_kv_heads * mixer.head_size
+    return -(-run.batch.micro_batch * rows * kv * run.policy.element_bytes // run.topology.tensor)
+
+
+def attention_kept_bytes(run: Run, kind: LayerKind, pruned: bool = False) -> int:
+    """Output and LSE of one layer: Z * R * N * (H * bytes + 4) / T; of a delta layer the output."""
+    batch, mixer = run.batch, kind.mixer
+    rows = rows_after_attention(run, row_counts(run.request()), pruned) * batch.micro_batch
+    if isinstance(mixer, AttentionShape):
+        a_row = mixer.num_heads * (mixer.head_size * run.policy.element_bytes + LSE_BYTES)
+    else:
+        a_row = mixer.value_width * run.policy.element_bytes
+    return rows * a_row // run.topology.tensor
+
+
+def mixer_bytes(run: Run, kind: LayerKind, pruned: bool = False) -> int:
+    """What the mixer half of a layer keeps, without key buffers.
+
+    A row: the norm's input and output (2 E, dealt over tensor ranks), q, k, v (N + 2 M heads), the
+    output and LSE. The output projection keeps attention's output, which is counted once. Delta
+    layers: the projections' outputs, before and after the convolution.
+    Derivation: arXiv 2205.05198, section 4.1, with grouped heads and without dropout.
+    """
+    policy, topology, mixer = run.policy, run.topology, kind.mixer
+    rows = row_counts(run.request()).total * run.batch.micro_batch
+    dealt = 2 * run.model.hidden * policy.element_bytes // topology.tensor
+    if isinstance(mixer, AttentionShape):
+        inner = mixer.query_width + 2 * mixer.kv_width
+        if mixer.qk_norm:  # the norms' inputs
+            inner += mixer.query_width + mixer.kv_width
+        if mixer.output_gate:  # the gate, and the gated output beside the plain one
+            inner += 2 * mixer.query_width
+    else:
+        inner = 2 * (2 * mixer.key_width + mixer.value_width) + 2 * mixer.value_width
+    split = inner * policy.element_bytes // topology.tensor
+    return rows * (dealt + split) + attention_kept_bytes(run, kind, pruned)
+
+
+def ffn_bytes(run: Run, kind: LayerKind, pruned: bool = False) -> int:
+    """What the feed-forward half keeps: the norm's input and output, and the inner activations.
+
+    Inner: the first matrix's output (2 F gated) and the second's input (F); without the fused
+    activation the activated half too. Routed rows keep the same per expert, their input, and the
+    router's fp32 probabilities.
+    """
+    policy, topology = run.policy, run.topology
+    rows = rows_after_attention(run, row_counts(run.request()), pruned) * run.batch.micro_batch
+    dealt = 2 * run.model.hidden * policy.element_bytes // topology.tensor
+    widths = kind.input_widths + 1 + (0 if policy.fused_swiglu or not kind.gated else 1)
+    split = widths * kind.ffn * policy.element_bytes // topology.tensor
+    experts = kind.experts
+    if experts.num_experts:
+        inner = run.model.hidden + widths * experts.ffn
+        split += experts.top_k * inner * policy.element_bytes // topology.tensor
+        split += experts.num_experts * ROUTER_BYTES // topology.tensor
+    return rows * (dealt + split)
+
+
+def layer_input_bytes(run: Run) -> int:
+    """One layer's input: Z * R * E / T elements."""
+    rows = row_counts(run.request()).total * run.batch.micro_batch
+    return rows * run.model.hidden * run.policy.element_bytes // run.topology.tensor
+
+
+def kept_bytes(run: Run, kind: LayerKind, pruned: bool = False) -> tuple[int, int]:
+    """(Activations, key buffers) that one layer keeps for one micro-batch, by the policy.
+
+    Selective recomputation runs the feed-forward part again from its norm's output.
+    """
+    policy = run.policy
+    if policy.recompute is Recompute.FULL:
+        return layer_input_bytes(run), 0
+    gathered = gathered_bytes(run, kind) if policy.keep_gathered else 0
+    if policy.recompute is Recompute.FULL_KEEP_ATTENTION:
+        return layer_input_bytes(run) + attention_kept_bytes(run, kind, pruned), gathered
+    if policy.recompute is Recompute.SELECTIVE:
+        rows = rows_after_attention(run, row_counts(run.request()), pruned) * run.batch.micro_batch
+        norm = 2 * rows * run.model.hidden * policy.element_bytes // run.topology.tensor
+        return mixer_bytes(run, kind, pruned) + norm, gathered
+    return mixer_bytes(run, kind, pruned) + ffn_bytes(run, kind, pruned), gathered
+
+
+def workspace_bytes(run: Run, kind: LayerKind) -> int:
+    """The largest temporary of one layer's backward, over what the layer keeps.
+
+    Attention: gradients of q, k, v and out, fp32 gradients of the key buffer and what goes on the
+    wire of them; without kept buffers two of those (one on its way). Feed-forward: gradients of the
+    inner activations. Under recomputation also the activations that come back.
+    """
+    policy, topology = run.policy, run.topology
+    rows = row_counts(run.request()).total * run.batch.micro_batch
+    gathered, attention = gathered_bytes(run, kind), 0
+    if isinstance(kind.mixer, AttentionShape):
+        width = 2 * kind.mixer.query_width + 2 * kind.mixer.kv_width
+        attention = rows * width * policy.element_bytes // topology.tensor
+        attention += gathered * WIDE_BYTES // policy.element_bytes
+        attention += gathered * policy.grad_wire_bytes // policy.element_bytes // 2
+    else:
+        attention = rows * 4 * kind.mixer.value_width * policy.element_bytes // topology.tensor
+    if not policy.keep_gathered or policy.recompute is Recompute.FULL:
+        attention += 2 * gathered
+    again = 0
+    if policy.recompute is not Recompute.NONE:
+        again = ffn_bytes(run, kind)
+    if policy.recompute in (Recompute.FULL, Recompute.FULL_KEEP_ATTENTION):
+        again += mixer_bytes(run, kind)
+    return again + max(attention, ffn_bytes(run, kind))
+
+
+def logits_bytes(run: Run) -> int:
+    """Memory of the fused loss: gradients of a chunk's logits, fp32 logits of a piece of columns,
+    fp32 d hidden of a chunk, and the half of the fp32 sum of d weight that is no gradient buffer.
+
+    Measured as 1.916 GiB at 2,048 rows, E 5120, V 131072 (docs/bench/loss.md); this gives 1.914.
+    """
+    chunk, tensor = run.policy.loss_chunk_rows, run.topology.tensor
+    columns = -(-run.model.vocab // tensor)
+    bytes_ = chunk * columns * run.policy.element_bytes
+    bytes_ += chunk * min(columns, LOSS_PIECE_COLUMNS) * WIDE_BYTES
+    bytes_ += chunk * run.model.hidden * WIDE_BYTES
+    return bytes_ + columns * run.model.hidden * (WIDE_BYTES - run.policy.element_bytes)
+
+
+def parameters_of_rank(run: Run, stage: Stage) -> tuple[int, int]:
+    """(Weights without experts, experts' weights) of one rank of a pipeline's first or last stage.
+
+    Layers are dealt evenly over stages; the table is on the first stage and the head on the last;
+    a tied head is a second copy there. Norms and routers are not split, which is neglected in
+    1 / T (they are below 0.1 %).
+    """
+    model, topology = run.model, run.topology
+    table = model.vocab * model.hidden
+    ends = table if topology.pipeline > 1 else table * (1 if model.tied else 2)
+    if topology.pipeline == 1 or stage is Stage.LAST:
+        ends += model.hidden
+    dense = -(-model.dense_layer_parameters // topology.pipeline) + ends
+    experts = -(-model.expert_parameters // topology.pipeline)
+    return -(-dense // topology.tensor), -(-experts // (topology.tensor * topology.expert))
+
+
+def micro_batches_in_flight(run: Run, stage: Stage) -> tuple[int, int]:
+    """(Layers, of which kept at once) as a fraction: micro-batches whose activations a stage holds.
+
+    1F1B: min(micro-batches, stages left). Interleaved: 1 + (p - 1) / (p * v) times p.
+    Source: arXiv 2205.05198, appendix B; arXiv 2104.04473, section 2.2.
+    """
+    pipeline, virtual = run.topology.pipeline, run.topology.virtual
+    if pipeline == 1 or stage is Stage.LAST:
+        chunks = virtual if pipeline > 1 else 1
+        return chunks, virtual if pipeline > 1 else 1
+    chunks = pipeline * virtual + (pipeline - 1 if virtual > 1 else 0)
+    return min(chunks, run.num_micro_batches * virtual), virtual
+
+
+def rank_memory(run: Run, stage: Stage = Stage.FIRST) -> MemoryBytes:
+    """Bytes that a rank of one end of the pipeline holds at its peak.
+
+    Gradients and optimizer: fp32 main gradients, and with a sharded (distributed) optimizer 12
+    bytes a weight (fp32 weight and two moments) over data * context ranks; experts' over
+    data * context / expert.
+    """
+    policy, topology = run.policy, run.topology
+    dense, experts = parameters_of_rank(run, stage)
+    replicas = topology.data * topology.context if policy.shard_optimizer else 1
+    expert_replicas = max(1, replicas // topology.expert)
+    optimizer = dense * policy.optimizer_bytes // replicas
+    optimizer += experts * policy.optimizer_bytes // expert_replicas
+    chunks, virtual = micro_batches_in_flight(run, stage)
+    activations = gathered = workspace = 0
+    for kind, count in run.model.layers:
+        kept, buffers = kept_bytes(run, kind)
+        activations += count * kept
+        gathered += count * buffers
+        workspace = max(workspace, workspace_bytes(run, kind))
+    share = topology.pipeline * virtual
+    has_head = topology.pipeline == 1 or stage is Stage.LAST
+    return MemoryBytes(
+        parameters=(dense + experts) * policy.element_bytes,
+        gradients=(dense + experts) * policy.main_grad_bytes,
+        optimizer=optimizer,
+        activations=-(-activations * chunks // share),
+        gathered_kv=-(-gathered * chunks // share),
+        workspace=workspace,
+        logits=logits_bytes(run) if has_head else 0,
+    )
+
+
+def peak_memory(run: Run) -> MemoryBytes:
+    """The fuller of both ends of the pipeline."""
+    return max((rank_memory(run, stage) for stage in Stage), key=lambda memory: memory.total)
