@@ -7,7 +7,10 @@ Knows no data and no model. Specified by tests/mcore/test_carrier.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+import math
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -15,6 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_bp.attention.block_parallel import AttentionOptions
+from megatron_bp.attention.keeping import KEYS_ONLY, Keeper, Keeping
 from megatron_bp.comm.groups import BlockGroups
 from megatron_bp.layout.plan import PlanRequest, RankPlan, make_plan
 
@@ -99,6 +103,35 @@ def make_layout(
     )
 
 
+USUAL = Keeping()
+
+# Rows that an fp8 matrix multiply of Transformer Engine works on at a time, by recipe.
+FP8_ROWS = MappingProxyType(
+    {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128, "custom": 128}
+)
+
+
+def row_multiple(args: argparse.Namespace) -> int:
+    """Returns what the number of local rows must be a multiple of, for the linear layers.
+
+    The tensor-parallel size under sequence parallelism, so that rows split evenly, times the rows
+    that an fp8 recipe needs on each rank.
+    Raises: ValueError for an fp8 recipe whose needs are not known.
+    """
+    ranks = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    if not getattr(args, "fp8", None):
+        return ranks
+    recipe = str(getattr(args.fp8_recipe, "value", args.fp8_recipe))
+    if recipe not in FP8_ROWS:
+        raise ValueError(
+            f"--fp8-recipe {recipe} is not known to block diffusion; use one of "
+            f"{', '.join(FP8_ROWS)}"
+        )
+    rows = FP8_ROWS[recipe]
+    samples = math.gcd(args.micro_batch_size, args.eval_micro_batch_size)
+    return ranks * rows // math.gcd(rows, samples)
+
+
 @dataclass(kw_only=True, eq=False)
 class BlockParams(PackedSeqParams):
     """The carrier: packed-sequence parameters that hold a layout.
@@ -108,9 +141,16 @@ class BlockParams(PackedSeqParams):
     """
 
     layout: Layout
+    keeper: Keeper = field(default_factory=lambda: Keeper(KEYS_ONLY))
 
 
-def make_params(layout: Layout) -> BlockParams:
-    """Returns the carrier of a layout."""
+def make_params(layout: Layout, keeping: Keeping = USUAL) -> BlockParams:
+    """Returns the carrier of one micro-batch of a layout, whose layers keep what `keeping` says."""
     length = layout.plan.request.length
-    return BlockParams(qkv_format="sbhd", max_seqlen_q=length, max_seqlen_kv=length, layout=layout)
+    return BlockParams(
+        qkv_format="sbhd",
+        max_seqlen_q=length,
+        max_seqlen_kv=length,
+        layout=layout,
+        keeper=Keeper(keeping),
+    )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.extensions import transformer_engine as extension
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ def diffusion_spec(spec: Any, transformer_config: Any) -> Any:
         )
     parts = spec.submodules
     attention = parts.self_attention
-    core = functools.partial(BlockParallelAttention, stock=attention.submodules.core_attention)
+    core = in_the_seat_of(attention.submodules.core_attention)
     attention = replace(attention, submodules=replace(attention.submodules, core_attention=core))
     parts = replace(
         parts,
@@ -57,6 +58,18 @@ def diffusion_spec(spec: Any, transformer_config: Any) -> Any:
         self_attn_bda=_add_to_matching_rows(parts.self_attn_bda, transformer_config),
     )
     return replace(spec, submodules=parts)
+
+
+def in_the_seat_of(stock: Any) -> Callable[..., Any]:
+    """Returns our core attention for a layer whose own is `stock`.
+
+    With Transformer Engine a subclass, which shares the stock module's state; else an adapter.
+    """
+    if extension.HAVE_TE and stock is extension.TEDotProductAttention:
+        from megatron_bp.mcore.te_attention import TEBlockParallelAttention
+
+        return TEBlockParallelAttention
+    return functools.partial(BlockParallelAttention, stock=stock)
 
 
 class PlanRotary(nn.Module):

@@ -82,7 +82,8 @@ def test_a_table_that_is_not_linear_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 def carrier(position: torch.Tensor) -> Any:
-    from megatron_bp.mcore.carrier import BlockParams
+    from megatron_bp.mcore.carrier import make_params
 
-    layout: Any = SimpleNamespace(position=position)
-    return BlockParams(qkv_format="sbhd", layout=layout)
+    plan = SimpleNamespace(request=SimpleNamespace(length=len(position)))
+    layout: Any = SimpleNamespace(position=position, plan=plan)
+    return make_params(layout)

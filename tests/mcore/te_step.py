@@ -1,0 +1,218 @@
+"""One block-diffusion step of a tiny Transformer Engine model, and the dense answer to it.
+
+Used with the stand-in on the CPU (test_te_attention.py) and with Transformer Engine on a GPU
+(test_gpu_te.py); both run it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Linear layers with fp8 weights want sizes that are multiples of 16; the kernels want heads of 64.
+WIDTHS = {"hidden_size": 128, "ffn_hidden_size": 192, "kv_channels": 64}
+LENGTH, BLOCK, NUM_SAMPLES = 256, 32, 2
+
+# Transformer Engine keeps a layer norm's weight in the linear layer behind it.
+NORM_NAMES = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A loss and the gradients of all parameters, in fp64 on the CPU, by Megatron's local names."""
+
+    loss: float
+    grads: dict[str, Tensor]
+    num_fp8_layers: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """How a step is computed: an attention kernel by name, a dtype, and Megatron's fp8 recipe."""
+
+    kernel: str
+    dtype: torch.dtype
+    fp8_recipe: str = "none"
+    next_token: bool = False
+
+
+def reference_step(rank: int, num_ranks: int) -> tuple[Answer, dict[str, Tensor]]:
+    """The answer by plain formulas and a dense mask in fp64, and the parameters; needs a CPU."""
+    from megatron_bp.mcore import cpu
+
+    cpu.enable_cpu()
+    from megatron_bp.mcore import exactness_reference
+    from megatron_bp.mcore.exactness_problem import Layout, start_layout
+
+    torch.set_default_dtype(torch.float64)
+    start_layout(Layout())
+    exactness_reference.transformer_config = _config
+    got = exactness_reference.compute_reference(_problem(torch.float64))
+    return Answer(got.loss, got.grads), got.parameters
+
+
+def run_steps(
+    rank: int, num_ranks: int, parameters: dict[str, Tensor], steps: list[Step], stand_in: bool
+) -> list[Answer | str]:
+    """The answers of the production path, or why a kernel is not there."""
+    if stand_in:
+        from tests.mcore import te_stand_in
+
+        te_stand_in.install()
+        from megatron_bp.mcore import cpu
+
+        cpu.enable_cpu()
+        torch.set_default_dtype(torch.float64)
+    from megatron.training.global_vars import _set_timers
+
+    from megatron_bp.mcore.exactness_problem import Layout, start_layout
+
+    _set_timers(argparse.Namespace(timing_log_level=0, timing_log_option="minmax"))
+    start_layout(Layout())
+    answers: list[Answer | str] = []
+    for step in steps:
+        try:
+            answers.append(_step(step, parameters))
+        except ImportError as error:
+            answers.append(str(error))
+    return answers
+
+
+def differences(got: Answer, wanted: Answer) -> dict[str, float]:
+    """Relative errors: of the loss, and of each parameter's gradient in the 2-norm."""
+    assert got.grads.keys() == wanted.grads.keys()
+    errors = {"loss": abs(got.loss - wanted.loss) / abs(wanted.loss)}
+    for name, grad in wanted.grads.items():
+        errors[name] = float((got.grads[name] - grad).norm() / grad.norm())
+    return errors
+
+
+def _problem(dtype: torch.dtype) -> Any:
+    from megatron_bp.mcore.exactness_problem import Problem
+
+    return Problem(length=LENGTH, block_size=BLOCK, num_samples=NUM_SAMPLES, dtype=dtype)
+
+
+def _config(problem: Any, layout: Any, **changes: Any) -> Any:
+    from megatron_bp.mcore import exactness_problem
+
+    return replace(exactness_problem.transformer_config(problem, layout), **WIDTHS, **changes)
+
+
+def _model(step: Step) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    from megatron_bp.mcore.exactness_problem import Layout, gpt
+    from megatron_bp.mcore.model import diffusion_spec, use_plan_positions
+    from megatron_bp.mcore.te_attention import TEBlockParallelAttention
+
+    fp8 = step.fp8_recipe != "none"
+    changes = {"fp8": "hybrid", "fp8_recipe": step.fp8_recipe} if fp8 else {}
+    bf16 = step.dtype == torch.bfloat16
+    config = _config(_problem(step.dtype), Layout(), bf16=bf16, **changes)
+    spec = diffusion_spec(get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True), config)
+    model = gpt(config, spec, _problem(step.dtype)).to(torch.cuda.current_device())
+    attention = model.decoder.layers[0].self_attention.core_attention
+    assert type(attention) is TEBlockParallelAttention, type(attention)
+    assert not list(attention.parameters())
+    (model,) = use_plan_positions([model.to(step.dtype)])
+    return model
+
+
+def _step(step: Step, parameters: dict[str, Tensor]) -> Answer:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    model = _model(step)
+    ours = dict(model.named_parameters())
+    names = {local: _te_name(local) for local in parameters}
+    assert sorted(names.values()) == sorted(ours)
+    for local, name in names.items():
+        ours[name].data.copy_(parameters[local])
+    wide = step.dtype == torch.bfloat16
+    ddp = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=wide, overlap_grad_reduce=False, use_distributed_optimizer=False
+        ),
+        model,
+    )
+    loss = _next_token_loss(ddp) if step.next_token else _diffusion_loss(ddp, step)
+    grads = {local: ours[name].main_grad.double().cpu() for local, name in names.items()}
+    count = sum(bool(getattr(m, "fp8_initialized", False)) for m in model.modules())
+    return Answer(loss, grads, count)
+
+
+def _diffusion_loss(ddp: Any, step: Step) -> float:
+    """Runs Megatron's schedule with our forward step; returns the loss."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_bp.config import BlockParallelConfig
+    from megatron_bp.mcore.exactness_problem import MASK_ID, VALID_VOCAB, rules_of
+    from megatron_bp.mcore.forward_step import DiffusionForwardStep
+
+    problem = _problem(step.dtype)
+    config = BlockParallelConfig(
+        block_size=BLOCK,
+        bdlm_objective="standard",
+        mask_token_id=MASK_ID,
+        clean_rule=problem.clean_rule,
+        document_positions="run_on",
+        bp_attention_kernel=step.kernel,
+    )
+    args = argparse.Namespace(
+        seq_length=LENGTH,
+        tensor_model_parallel_size=1,
+        sequence_parallel=False,
+        deterministic_mode=False,
+        micro_batch_size=NUM_SAMPLES,
+        eval_micro_batch_size=NUM_SAMPLES,
+        num_experts=0,
+        calculate_per_token_loss=False,
+        check_for_nan_in_loss_and_grad=False,
+        data_parallel_size=1,
+        fp8=None if step.fp8_recipe == "none" else "hybrid",
+        fp8_recipe=step.fp8_recipe,
+    )
+    (report,) = get_forward_backward_func()(
+        forward_step_func=DiffusionForwardStep(args, config, rules_of(problem), VALID_VOCAB),
+        data_iterator=_batches(problem),
+        model=[ddp],
+        num_microbatches=1,
+        seq_length=LENGTH,
+        micro_batch_size=NUM_SAMPLES,
+        forward_only=False,
+    )
+    total, count = report["bdlm loss"].tolist()
+    return total / count
+
+
+def _next_token_loss(ddp: Any) -> float:
+    """Runs a plain next-token step, which takes the stock path; returns the loss."""
+    tokens = next(_batches(_problem(torch.float64)))["clean"].to(torch.cuda.current_device())
+    position = torch.arange(LENGTH, device=tokens.device).expand_as(tokens)
+    loss = ddp(tokens, position, None, labels=tokens.roll(-1, 1)).float().mean()
+    loss.backward()
+    ddp.finish_grad_sync()
+    return float(loss)
+
+
+def _batches(problem: Any) -> Iterator[dict[str, Tensor]]:
+    from megatron_bp.mcore.exactness_problem import samples_of
+
+    samples = samples_of(problem)
+    yield {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def _te_name(local: str) -> str:
+    for suffix, name in NORM_NAMES.items():
+        if local.endswith(suffix):
+            return local.removesuffix(suffix) + name
+    return local

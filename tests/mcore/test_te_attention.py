@@ -1,0 +1,46 @@
+"""In Transformer Engine layers our attention is a stock one with the same state, and exact.
+
+Transformer Engine does not import on a CPU: a stand-in takes its place under Megatron's own
+classes. What it computes itself is tested on a GPU (test_gpu_te.py).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_distributed
+from tests.mcore.te_step import Answer, Step, differences, reference_step, run_steps
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def reference() -> tuple[Answer, dict[str, torch.Tensor]]:
+    answer: tuple[Answer, dict[str, torch.Tensor]] = run_distributed(reference_step, 1)[0]
+    return answer
+
+
+def test_loss_and_gradients_are_those_of_the_dense_reference(reference: Any) -> None:
+    wanted, parameters = reference
+    steps = [Step("dense", torch.float64)]
+    (got,) = run_distributed(run_steps, 1, parameters, steps, True)[0]
+    errors = differences(got, wanted)
+    # RMSNorm, rotary tables and softmax of the two layer kinds round differently in fp64.
+    assert max(errors.values()) < 1e-10, errors
+    assert len(errors) > 15
+
+
+def test_without_transformer_engine_the_error_says_what_to_install() -> None:
+    code = "import megatron_bp.mcore.te_attention"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode != 0
+    assert "ImportError: TEBlockParallelAttention needs Transformer Engine" in done.stderr
+    assert "pip install 'megatron-bp[te]'" in done.stderr
