@@ -47,7 +47,7 @@ def train() -> None:
 
     model_config = gpt_config_from_args(args)
     container = pretrain_cfg_container_from_args(args, model_config)
-    provider, forward_step = _parts(args, config, model_config)
+    provider, forward_step = parts(args, config, model_config)
     # Every rank takes part in building the datasets.
     provider.is_distributed = True  # type: ignore[attr-defined]
     pretrain(
@@ -56,6 +56,56 @@ def train() -> None:
         model_type=ModelType.encoder_or_decoder,
         forward_step_func=forward_step,
     )
+
+
+def parts(
+    args: argparse.Namespace, config: BlockParallelConfig, model_config: Any
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns the dataset provider and the forward step of a run.
+
+    Puts block diffusion into `model_config`, if the objective is one.
+    """
+    from megatron.core import parallel_state
+    from megatron.training import get_tokenizer
+    from megatron.training.utils import is_first_or_last_pipeline_stage
+
+    from megatron_bp.mcore import dataset
+
+    tokenizer = get_tokenizer()
+    # Packed documents shape the layout, so every pipeline stage must see the sample's tokens.
+    on_every_stage = config.is_diffusion and args.reset_attention_mask
+
+    def is_built_here(vp_stage: int | None) -> bool:
+        return parallel_state.get_tensor_model_parallel_rank() == 0 and bool(
+            on_every_stage or is_first_or_last_pipeline_stage(vp_stage)
+        )
+
+    if not config.is_diffusion:
+        from megatron_bp.mcore.next_token import forward_step
+
+        def clean(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list[Any]:
+            here = functools.partial(is_built_here, vp_stage)
+            return dataset.build_datasets(args, tokenizer, num_samples, here)
+
+        return clean, forward_step
+
+    from megatron_bp.mcore.forward_step import DiffusionForwardStep
+    from megatron_bp.mcore.model import use_block_diffusion
+
+    use_block_diffusion(model_config)
+    if config.bdlm_lora_rank:
+        from megatron_bp.mcore.lora import Lora
+        from megatron_bp.mcore.lora_state import use_lora
+
+        adapters = Lora(config.bdlm_lora_rank, config.bdlm_lora_alpha, args.seed)
+        use_lora(model_config, adapters, args.bdlm_lora_base)
+    rules = corruption_rules(args, config, tokenizer)
+
+    def corrupted(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list[Any]:
+        here = functools.partial(is_built_here, vp_stage)
+        return dataset.build_corrupted_datasets(args, tokenizer, num_samples, here, rules)
+
+    return corrupted, DiffusionForwardStep(args, config, rules, vocabulary_size(args, tokenizer))
 
 
 def parse() -> tuple[argparse.Namespace, BlockParallelConfig]:
@@ -153,53 +203,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         except (ValueError, TypeError, KeyError):
             action.help = str(action.help).replace("%", "%%")
     return parser
-
-
-def _parts(
-    args: argparse.Namespace, config: BlockParallelConfig, model_config: Any
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The dataset provider and forward step; changes `model_config` for a diffusion objective."""
-    from megatron.core import parallel_state
-    from megatron.training import get_tokenizer
-    from megatron.training.utils import is_first_or_last_pipeline_stage
-
-    from megatron_bp.mcore import dataset
-
-    tokenizer = get_tokenizer()
-    # Packed documents shape the layout, so every pipeline stage must see the sample's tokens.
-    on_every_stage = config.is_diffusion and args.reset_attention_mask
-
-    def is_built_here(vp_stage: int | None) -> bool:
-        return parallel_state.get_tensor_model_parallel_rank() == 0 and bool(
-            on_every_stage or is_first_or_last_pipeline_stage(vp_stage)
-        )
-
-    if not config.is_diffusion:
-        from megatron_bp.mcore.next_token import forward_step
-
-        def clean(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list[Any]:
-            here = functools.partial(is_built_here, vp_stage)
-            return dataset.build_datasets(args, tokenizer, num_samples, here)
-
-        return clean, forward_step
-
-    from megatron_bp.mcore.forward_step import DiffusionForwardStep
-    from megatron_bp.mcore.model import use_block_diffusion
-
-    use_block_diffusion(model_config)
-    if config.bdlm_lora_rank:
-        from megatron_bp.mcore.lora import Lora
-        from megatron_bp.mcore.lora_state import use_lora
-
-        adapters = Lora(config.bdlm_lora_rank, config.bdlm_lora_alpha, args.seed)
-        use_lora(model_config, adapters, args.bdlm_lora_base)
-    rules = corruption_rules(args, config, tokenizer)
-
-    def corrupted(num_samples: Sequence[int | None], vp_stage: int | None = None) -> list[Any]:
-        here = functools.partial(is_built_here, vp_stage)
-        return dataset.build_corrupted_datasets(args, tokenizer, num_samples, here, rules)
-
-    return corrupted, DiffusionForwardStep(args, config, rules, vocabulary_size(args, tokenizer))
 
 
 def corruption_rules(args: argparse.Namespace, config: BlockParallelConfig, tokenizer: Any) -> Any:

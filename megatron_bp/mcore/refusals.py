@@ -181,7 +181,6 @@ _MUST_BE_OFF: tuple[tuple[str, Any, str], ...] = (
     ("experimental_attention_variant", None, "drop --experimental-attention-variant"),
     ("heterogeneous_layers_config_path", None, "drop --heterogeneous-layers-config-path"),
     ("hybrid_layer_pattern", None, "drop --hybrid-layer-pattern; use a GPT model"),
-    ("spec", None, "drop --spec; the layer specification comes from --transformer-impl"),
     ("use_megatron_fsdp", False, "drop --use-megatron-fsdp; use --use-distributed-optimizer"),
     ("use_torch_fsdp2", False, "drop --use-torch-fsdp2; use --use-distributed-optimizer"),
     ("overlap_moe_expert_parallel_comm", False, "drop --overlap-moe-expert-parallel-comm"),
@@ -190,7 +189,9 @@ _MUST_BE_OFF: tuple[tuple[str, Any, str], ...] = (
     ("perform_rl_step", False, "drop --perform-rl-step"),
     ("yaml_cfg", None, "give the arguments as flags instead of --yaml-cfg"),
     ("tensor_parallel_num_weight_shards", None, "drop --tensor-parallel-num-weight-shards"),
+    ("fp4", None, "drop --fp4-format; attention computes in bf16 and fp4 linears are not verified"),
 )
+OUR_SPEC = ("megatron_bp.mcore.spec", "gpt_layer")
 
 
 def unverified_problems(args: argparse.Namespace, config: BlockParallelConfig) -> Problems:
@@ -200,6 +201,11 @@ def unverified_problems(args: argparse.Namespace, config: BlockParallelConfig) -
         for name, fine, remedy in _MUST_BE_OFF
         if getattr(args, name, fine) not in (fine, None)
     ]
+    if args.spec is not None and tuple(args.spec) != OUR_SPEC:
+        problems.append(
+            f"--spec {' '.join(args.spec)} is not supported with --bdlm-objective; drop --spec, or "
+            f"use --spec {' '.join(OUR_SPEC)}"
+        )
     if getattr(args.attention_backend, "name", args.attention_backend) == "local":
         problems.append(
             "--attention-backend local makes Megatron replace the attention of the layer "
