@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_bp.mcore.cpu_saving import use_cpu_writer
+
 CPU = torch.device("cpu")
 
 # Flags of Megatron whose default needs a CUDA kernel or NCCL. Used as parser defaults only, so an
@@ -86,12 +88,13 @@ def enable_cpu() -> None:
     # compilation in every process. The stance runs the very same Python functions eagerly.
     torch.compiler.set_stance("force_eager")
     CudaMeansCpu().__enter__()
-    _patch_torch_cuda()
+    patch_torch_cuda()
     _patch_random()
     _patch_startup()
     _patch_norm()
     _patch_expert_splits()
     _patch_distributed_optimizer()
+    use_cpu_writer()
 
 
 def use_shipped_dataset_helpers() -> None:
@@ -139,7 +142,8 @@ class _InOrderStream:
         return 0.0
 
 
-def _patch_torch_cuda() -> None:
+def patch_torch_cuda() -> None:
+    """Makes torch.cuda speak of one device, the CPU, which works in order and holds no memory."""
     cuda: Any = torch.cuda
 
     def current_device() -> torch.device:
