@@ -13,42 +13,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_bp.comm.groups import Group, LocalGroup
+from megatron_bp.comm.groups import Group
+from megatron_bp.comm.wires import Pending, Splits, start_exchange, start_gather, start_reduce
 from megatron_bp.layout.exchange import Exchange, Slab, SlabExchange, WindowExchange
-
-
-def wire_group(group: Group) -> dist.ProcessGroup:
-    """The process group to communicate over.
-
-    Raises: ValueError if this process is alone but the layout wants peers.
-    """
-    if isinstance(group, LocalGroup):
-        raise ValueError(
-            "the plan shares the sample over several ranks but this process has no group; "
-            "pass BlockGroups with process groups, or plan for num_ranks=1."
-        )
-    return group
 
 
 def pack(k_RZMH: Tensor, v_RZMH: Tensor, out_RZ2MH: Tensor) -> None:
     """Writes keys and values side by side into `out_RZ2MH`."""
     torch.stack((k_RZMH, v_RZMH), dim=2, out=out_RZ2MH)  # one kernel for both
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """A collective in flight and the tensor it fills."""
-
-    work: dist.Work | None
-    tensor: Tensor
-
-    def wait(self) -> None:
-        """Returns when `tensor` may be read by the current stream."""
-        if self.work is not None:
-            self.work.wait()
 
 
 class CleanGather:
@@ -73,20 +47,20 @@ class CleanGather:
                 v_RZMH[source : source + length],
                 self.buffer_SZ2MH[target : target + length],
             )
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Pending] = {}
         if exchange.num_shards == 1:
             return
-        wire = wire_group(group)
         if isinstance(exchange, SlabExchange):
             for phase, slab in enumerate(exchange.slabs, start=1):
                 if slab.length:
-                    self._pending[phase] = self._start_slab(slab, k_RZMH, v_RZMH, wire)
+                    self._pending[phase] = self._start_slab(slab, k_RZMH, v_RZMH, group)
         else:
-            self._pending[1] = self._start_window(exchange, k_RZMH, v_RZMH, wire)
+            rows = _rows_on(_Wires(exchange), k_RZMH.device).send
+            sent = torch.stack([k_RZMH[rows], v_RZMH[rows]], dim=2)
+            splits = Splits(exchange.send_counts, exchange.receive_counts)
+            self._pending[1] = start_exchange(sent, splits, group)
 
-    def _start_slab(
-        self, slab: Slab, k_RZMH: Tensor, v_RZMH: Tensor, wire: dist.ProcessGroup
-    ) -> _Pending:
+    def _start_slab(self, slab: Slab, k_RZMH: Tensor, v_RZMH: Tensor, group: Group) -> Pending:
         rows = self.exchange.num_shards * slab.length
         if slab.in_place_at >= 0:
             gathered = self.buffer_SZ2MH[slab.in_place_at : slab.in_place_at + rows]
@@ -95,24 +69,7 @@ class CleanGather:
         mine = gathered[self.exchange.shard * slab.length :][: slab.length]
         local = slice(slab.local_row, slab.local_row + slab.length)
         pack(k_RZMH[local], v_RZMH[local], mine)
-        work = dist.all_gather_into_tensor(gathered, mine, group=wire, async_op=True)
-        return _Pending(work, gathered)
-
-    def _start_window(
-        self, exchange: WindowExchange, k_RZMH: Tensor, v_RZMH: Tensor, wire: dist.ProcessGroup
-    ) -> _Pending:
-        rows = _rows_on(_Wires(exchange), k_RZMH.device).send
-        sent = torch.stack([k_RZMH[rows], v_RZMH[rows]], dim=2)
-        received = sent.new_empty((sum(exchange.receive_counts), *sent.shape[1:]))
-        work = dist.all_to_all_single(
-            received,
-            sent,
-            list(exchange.receive_counts),
-            list(exchange.send_counts),
-            group=wire,
-            async_op=True,
-        )
-        return _Pending(work, received)
+        return start_gather(gathered, mine, group)
 
     def wait(self, phase: int) -> None:
         """Returns when every key that phases up to `phase` bring is in the buffer."""
@@ -155,33 +112,24 @@ class CleanReduce:
         )
         if zeroed:
             self.grad_SZ2MH.zero_()
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Pending] = {}
 
     def start(self, phase: int) -> None:
         """Starts the reduce-scatter (or the reverse all-to-all) of the slab of `phase`, once."""
         exchange = self.exchange
         if exchange.num_shards == 1:
             return
-        wire = wire_group(self.group)
         if isinstance(exchange, SlabExchange):
             slab = exchange.slabs[phase - 1]
             if slab.length:
-                self._pending[phase] = self._start_slab(slab, wire)
+                self._pending[phase] = self._start_slab(slab)
         elif phase == 1:
             rows = _rows_on(_Wires(exchange), self.grad_SZ2MH.device).receive
             sent = self.grad_SZ2MH[rows].to(self.wire_dtype)
-            received = sent.new_empty((sum(exchange.send_counts), *sent.shape[1:]))
-            work = dist.all_to_all_single(
-                received,
-                sent,
-                list(exchange.send_counts),
-                list(exchange.receive_counts),
-                group=wire,
-                async_op=True,
-            )
-            self._pending[phase] = _Pending(work, received)
+            splits = Splits(exchange.receive_counts, exchange.send_counts)
+            self._pending[phase] = start_exchange(sent, splits, self.group)
 
-    def _start_slab(self, slab: Slab, wire: dist.ProcessGroup) -> _Pending:
+    def _start_slab(self, slab: Slab) -> Pending:
         rows = self.exchange.num_shards * slab.length
         if slab.in_place_at >= 0:
             whole = self.grad_SZ2MH[slab.in_place_at : slab.in_place_at + rows].to(self.wire_dtype)
@@ -196,9 +144,7 @@ class CleanReduce:
                 [whole[x.source : x.source + x.length] for x in copies],
                 [self.grad_SZ2MH[x.target : x.target + x.length] for x in copies],
             )
-        mine = whole.new_empty((slab.length, *whole.shape[1:]))
-        work = dist.reduce_scatter_tensor(mine, whole, group=wire, async_op=True)
-        return _Pending(work, mine)
+        return start_reduce(whole, slab.length, self.group)
 
     def finish(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Gradients of the local clean rows, once every started collective is done.

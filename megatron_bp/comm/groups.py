@@ -21,7 +21,73 @@ class LocalGroup:
         return 0
 
 
-Group = dist.ProcessGroup | LocalGroup
+@dataclass(frozen=True)
+class NodeGroup:
+    """The ranks of `whole` on several nodes, n adjacent ranks on each of k nodes, n and k over 1.
+
+    `inside` holds the n ranks of this node; `between` one rank of each node, with this rank's place
+    in its node.
+    Raises: ValueError if the sizes or ranks do not fit.
+    """
+
+    whole: dist.ProcessGroup
+    inside: dist.ProcessGroup
+    between: dist.ProcessGroup
+
+    def __post_init__(self) -> None:
+        sizes = self.whole.size(), self.inside.size(), self.between.size()
+        if min(sizes) < 2 or sizes[0] != sizes[1] * sizes[2]:
+            raise ValueError(
+                f"a group of {sizes[0]} ranks cannot be {sizes[2]} nodes of {sizes[1]} ranks; the "
+                "product must be its size and both must be at least 2."
+            )
+        if self.whole.rank() != self.node * sizes[1] + self.inside.rank():
+            raise ValueError(
+                f"rank {self.whole.rank()} must be rank {self.whole.rank() % sizes[1]} of node "
+                f"{self.whole.rank() // sizes[1]}, not rank {self.inside.rank()} of node "
+                f"{self.node}; put adjacent ranks on a node."
+            )
+
+    def size(self) -> int:
+        """Ranks on all nodes."""
+        return self.whole.size()
+
+    def rank(self) -> int:
+        """This process's rank in `whole`."""
+        return self.whole.rank()
+
+    @property
+    def num_nodes(self) -> int:
+        """k, the nodes."""
+        return self.between.size()
+
+    @property
+    def ranks_per_node(self) -> int:
+        """n, the ranks of one node."""
+        return self.inside.size()
+
+    @property
+    def node(self) -> int:
+        """The node of this process."""
+        return self.between.rank()
+
+
+@dataclass(frozen=True)
+class BlockingGroup:
+    """A group whose collectives are waited for at once: nothing overlaps, for comparison only."""
+
+    whole: dist.ProcessGroup | NodeGroup
+
+    def size(self) -> int:
+        """Ranks of the group."""
+        return self.whole.size()
+
+    def rank(self) -> int:
+        """This process's rank in the group."""
+        return self.whole.rank()
+
+
+Group = dist.ProcessGroup | LocalGroup | NodeGroup | BlockingGroup
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ conventional context-parallel baseline. Specified by tests/layout/test_exchange.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,20 @@ class Copy(NamedTuple):
     source: int
     target: int
     length: int
+
+
+class Route(StrEnum):
+    """How a slab reaches shards on other nodes."""
+
+    DIRECT = "direct"  # every shard's rows to every shard
+    BY_NODE = "by_node"  # to one shard of each node, then on inside the node
+
+
+class LinkRows(NamedTuple):
+    """Rows that one rank sends, by what carries them."""
+
+    inside: int  # to ranks of its own node
+    between: int  # to ranks of other nodes
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,20 @@ class SlabExchange:
         """Rows that one rank puts on the wire in one forward pass (all-gather counting)."""
         return sum(slab.length for slab in self.slabs) * (self.num_shards - 1)
 
+    def link_rows(self, ranks_per_node: int, route: Route) -> LinkRows:
+        """`sent_rows` split over links, for k nodes of n adjacent shards; s rows in both slabs.
+
+        Direct: s * (n - 1) inside and s * (k - 1) * n between. By node: s * k * (n - 1) inside (a
+        rank passes on what it got from each node) and s * (k - 1) between. The sums are equal. The
+        reduction sends as many.
+        Raises: ValueError if the shards do not fill their nodes.
+        """
+        nodes = _num_nodes(self.num_shards, ranks_per_node)
+        rows, per_node = sum(slab.length for slab in self.slabs), self.num_shards // nodes
+        if route is Route.DIRECT:
+            return LinkRows(rows * (per_node - 1), rows * (nodes - 1) * per_node)
+        return LinkRows(rows * nodes * (per_node - 1), rows * (nodes - 1))
+
 
 @dataclass(frozen=True)
 class WindowExchange:
@@ -90,8 +119,27 @@ class WindowExchange:
         """Rows that this rank puts on the wire in one forward pass."""
         return sum(self.send_counts)
 
+    def link_rows(self, ranks_per_node: int, counts: tuple[int, ...]) -> LinkRows:
+        """Rows split over links; `counts` is `send_counts`, or `receive_counts` for backward.
+
+        Raises: ValueError if the shards do not fill their nodes.
+        """
+        per_node = self.num_shards // _num_nodes(self.num_shards, ranks_per_node)
+        first = self.shard - self.shard % per_node
+        inside = sum(counts[first : first + per_node])
+        return LinkRows(inside, sum(counts) - inside)
+
 
 Exchange = SlabExchange | WindowExchange
+
+
+def _num_nodes(num_shards: int, ranks_per_node: int) -> int:
+    if ranks_per_node < 1 or (num_shards % ranks_per_node and ranks_per_node < num_shards):
+        raise ValueError(
+            f"ranks_per_node={ranks_per_node} must divide the {num_shards} shards, or hold all of "
+            "them; use a divisor."
+        )
+    return max(1, num_shards // ranks_per_node)
 
 
 def dense_exchange(chunks: ChunkMap, shard: int) -> SlabExchange:

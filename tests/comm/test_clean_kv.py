@@ -4,8 +4,6 @@ Only a group can show this: one spawn for each world size runs all cases; the te
 its ranks returned.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -31,6 +29,7 @@ from megatron_bp.layout.exchange import SlabExchange
 from megatron_bp.layout.owners import Ownership
 from megatron_bp.layout.plan import PlanRequest, make_plan
 from tests.attention.test_block_parallel import make_groups
+from tests.comm.counting import counted
 from tests.distributed import run_distributed
 from tests.layout.test_decomposition import requests
 
@@ -83,62 +82,6 @@ WIRES = [
     Wire(torch.bfloat16, GradWire.FP32, 4),
     Wire(torch.bfloat16, GradWire.MODEL, 2),
 ]
-
-
-@contextmanager
-def counted_bytes() -> Iterator[list[int]]:
-    """Bytes this rank sends in each collective of the package, by the rules of layout/cost.py."""
-    sent: list[int] = []
-
-    def wrap(name: str, count: Callable[..., int]) -> Callable[..., Any]:
-        whole = getattr(dist, name)
-
-        def call(out: torch.Tensor, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            sent.append(count(out, tensor, kwargs["group"], *args))
-            return whole(out, tensor, *args, **kwargs)
-
-        return call
-
-    def gather(out: torch.Tensor, tensor: torch.Tensor, group: Any) -> int:
-        return tensor.nbytes * (group.size() - 1)
-
-    def scatter(out: torch.Tensor, tensor: torch.Tensor, group: Any) -> int:
-        assert tensor.nbytes == out.nbytes * group.size()
-        return out.nbytes * (group.size() - 1)
-
-    def exchange(
-        out: torch.Tensor, tensor: torch.Tensor, group: Any, _: list[int], send: list[int]
-    ) -> int:
-        row_bytes = tensor[:1].nbytes if len(tensor) else 0
-        return row_bytes * (sum(send) - send[group.rank()])
-
-    rules = {
-        "all_gather_into_tensor": gather,
-        "reduce_scatter_tensor": scatter,
-        "all_to_all_single": exchange,
-    }
-    originals = {name: getattr(dist, name) for name in dir(dist) if name in _COLLECTIVES}
-    for name in originals:
-        setattr(dist, name, wrap(name, rules[name]) if name in rules else _forbidden(name))
-    try:
-        yield sent
-    finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
-
-
-_COLLECTIVES = {
-    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all",
-    "all_to_all_single", "batch_isend_irecv", "broadcast", "gather", "irecv", "isend", "recv",
-    "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
-}  # fmt: skip
-
-
-def _forbidden(name: str) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError(f"torch.distributed.{name} is not counted by this test")
-
-    return call
 
 
 def random(shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -229,12 +172,13 @@ def layer_bytes(
         for seed in (2, 3)
     )
     options = AttentionOptions(SIZE**-0.5, kernel="dense", grad_wire=wire.grad)
-    with counted_bytes() as sent:
+    with counted() as sent:
         out = block_parallel_attention(q, k, v, plan, groups, options)
-        forward = sum(sent)
+        forward = sum(x.total for x in sent)
         out.sum().backward()
+    everything = sum(x.total for x in sent)
     shape = LayerShape(KV_HEADS, SIZE, SAMPLES, wire.dtype.itemsize, wire.grad_bytes)
-    return Traffic(forward, sum(sent) - forward), layer_traffic(plan, shape)
+    return Traffic(forward, everything - forward), layer_traffic(plan, shape)
 
 
 def rounded_grads(rank: int, groups: BlockGroups) -> dict[torch.dtype, torch.Tensor]:

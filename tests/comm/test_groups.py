@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from megatron_bp.comm.clean_kv import wire_group
 from megatron_bp.comm.groups import BlockGroups, LocalGroup
+from megatron_bp.comm.wires import wire_group
 
 
 @dataclass(frozen=True)
