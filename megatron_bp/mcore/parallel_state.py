@@ -9,12 +9,15 @@ tests/mcore/test_parallel_state.py.
 
 from __future__ import annotations
 
+import socket
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_bp.comm.groups import BlockGroups
+from megatron_bp.comm.groups import BlockGroups, BlockingGroup, Group, LocalGroup
+from megatron_bp.comm.hierarchical import split_by_node
 
 
 def get_block_parallel_group() -> dist.ProcessGroup:
@@ -53,8 +56,24 @@ def get_clean_replica_group() -> dist.ProcessGroup:
     return _hierarchical_groups()[1]
 
 
-def make_block_groups(pg_collection: Any = parallel_state) -> BlockGroups:
-    """Returns this process's groups, from a ProcessGroupCollection or Megatron's own state."""
+@dataclass(frozen=True)
+class Links:
+    """How the ranks of a context group are connected, and whether that is used.
+
+    `ranks_per_node` is the number of adjacent global ranks of one node; 0 treats all ranks alike,
+    -1 tells nodes by host name. Without `overlap` every collective is waited for at once.
+    """
+
+    ranks_per_node: int = 0
+    overlap: bool = True
+
+
+def make_block_groups(pg_collection: Any = parallel_state, links: Links = Links()) -> BlockGroups:
+    """Returns this process's groups, from a ProcessGroupCollection or Megatron's own state.
+
+    Collective over the context group if `links` has nodes: it then makes process groups.
+    Raises: ValueError if the ranks do not fill their nodes.
+    """
     if pg_collection is parallel_state:
         context, hierarchy = get_block_parallel_group(), _hierarchical_groups
     else:
@@ -62,7 +81,31 @@ def make_block_groups(pg_collection: Any = parallel_state) -> BlockGroups:
     if context.size() == 1:
         return BlockGroups.single()
     shards, replicas = hierarchy()
-    return BlockGroups(context, shards, replicas)
+    wires = _linked(shards, links)
+    # The conventional baseline exchanges corrupted rows over the context group, which is then the
+    # group of clean shards.
+    return BlockGroups(wires if shards.size() == context.size() else context, wires, replicas)
+
+
+def _linked(group: dist.ProcessGroup, links: Links) -> Group:
+    if group.size() == 1:
+        return group
+    linked: Group = group
+    if links.ranks_per_node:
+        linked = split_by_node(group, _nodes_of(group, links.ranks_per_node))
+    if links.overlap:
+        return linked
+    assert not isinstance(linked, LocalGroup | BlockingGroup), "a process group or its nodes"
+    return BlockingGroup(linked)
+
+
+def _nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> list[int]:
+    """The node of each rank of a group."""
+    if ranks_per_node > 0:
+        return [rank // ranks_per_node for rank in dist.get_process_group_ranks(group)]
+    hosts: list[Any] = [None] * group.size()
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    return [hosts.index(host) for host in hosts]
 
 
 def destroy_block_parallel() -> None:

@@ -36,6 +36,23 @@ def test_block_groups_agree_from_both_sources(seen: list[dict[str, Any]], mode: 
         assert got["from_state"] == got["from_collection"] == [got[x] for x in _NAMES]
 
 
+def test_nodes_and_blocking_are_chosen_by_links(seen: list[dict[str, Any]]) -> None:
+    for rank, answers in enumerate(seen):
+        node = rank // 2 * 2
+        by_node = ("NodeGroup", [node, node + 1], [rank % 2, rank % 2 + 2])
+        assert answers["csbp"]["by_node"] == {"clean_shards": by_node, "context": by_node}
+        assert answers["csbp"]["blocking"] == ("BlockingGroup", "NodeGroup")
+        assert answers["csbp"]["by_host"] == "ProcessGroup", "all ranks are on this host"
+        # Two shards fit into a node, and replicas exchange nothing.
+        assert answers["hybrid"]["by_node"] == dict.fromkeys(("clean_shards", "context"))
+        assert answers["hybrid"]["blocking"] == ("BlockingGroup", "ProcessGroup")
+
+
+def test_degrees_that_do_not_fill_nodes_are_refused(seen: list[dict[str, Any]]) -> None:
+    for answers in seen:
+        assert "are on nodes [0, 0, 0, 1]; a hierarchical gather needs" in answers["no_fit"]
+
+
 def test_a_context_of_one_rank_needs_no_group(seen: list[dict[str, Any]]) -> None:
     assert all(answers["one"] == (1, 0, 1) for answers in seen)
 
@@ -49,6 +66,32 @@ def test_nothing_is_left_after_destroying(seen: list[dict[str, Any]]) -> None:
 
 
 _NAMES = ("group", "shards", "replicas")
+
+
+def _linked(answers: dict[str, Any], mode: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from megatron_bp.comm.groups import NodeGroup
+    from megatron_bp.mcore.parallel_state import Links, make_block_groups
+
+    if mode == "pure":
+        return {}
+    groups = make_block_groups(links=Links(ranks_per_node=2))
+    found: dict[str, Any] = {"by_node": {}}
+    for name in ("clean_shards", "context"):
+        group = getattr(groups, name)
+        parts = (group.inside, group.between) if isinstance(group, NodeGroup) else ()
+        ranks = (dist.get_process_group_ranks(part) for part in parts)
+        found["by_node"][name] = (type(group).__name__, *ranks) if parts else None
+    blocking: Any = make_block_groups(links=Links(ranks_per_node=2, overlap=False)).clean_shards
+    found["blocking"] = type(blocking).__name__, type(blocking.whole).__name__
+    found["by_host"] = type(make_block_groups(links=Links(-1)).clean_shards).__name__
+    try:
+        if mode == "csbp":
+            make_block_groups(links=Links(ranks_per_node=3))
+    except ValueError as error:
+        answers["no_fit"] = str(error)
+    return found
 
 
 def _accessors(rank: int, num_ranks: int) -> dict[str, Any]:
@@ -80,6 +123,7 @@ def _accessors(rank: int, num_ranks: int) -> dict[str, Any]:
             "from_state": of(ours.make_block_groups()),
             "from_collection": of(ours.make_block_groups(collection)),
         }
+        answers[mode] |= _linked(answers, mode)
         ours.destroy_block_parallel()
         answers["left"].append(parallel_state.model_parallel_is_initialized())
     parallel_state.initialize_model_parallel(context_parallel_size=4)
