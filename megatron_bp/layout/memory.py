@@ -13,7 +13,7 @@ from megatron_bp.layout.model_shape import AttentionShape, LayerKind
 from megatron_bp.layout.pair_counts import row_counts, window_rows
 from megatron_bp.layout.run_shape import Mode, Recompute, Run
 
-LSE_BYTES = ROUTER_BYTES = WIDE_BYTES = 4  # fp32
+LSE_BYTES = RMS_BYTES = ROUTER_BYTES = WIDE_BYTES = 4  # fp32
 LOSS_PIECE_COLUMNS = 16384  # columns of fp32 logits at a time in the fused loss
 
 
@@ -82,47 +82,68 @@ def attention_kept_bytes(run: Run, kind: LayerKind, pruned: bool = False) -> int
     return rows * a_row // run.topology.tensor
 
 
+def norm_bytes(run: Run, rows: int) -> int:
+    """What one norm of `rows` rows keeps: input, output (for the matrix after it) and 1 / RMS.
+
+    Rows are dealt over tensor ranks. PyTorch's norm keeps the normalised rows too.
+    """
+    copies = 2 if run.policy.fused else 3
+    a_row = copies * run.model.hidden * run.policy.element_bytes + RMS_BYTES
+    return rows * a_row // run.topology.tensor
+
+
 def mixer_bytes(run: Run, kind: LayerKind, pruned: bool = False) -> int:
     """What the mixer half of a layer keeps, without key buffers.
 
-    A row: the norm's input and output (2 E, dealt over tensor ranks), q, k, v (N + 2 M heads), the
-    output and LSE. The output projection keeps attention's output, which is counted once. Delta
-    layers: the projections' outputs, before and after the convolution.
-    Derivation: arXiv 2205.05198, section 4.1, with grouped heads and without dropout.
+    A row: the norm; the projection's whole output (v is a view of it), q and k after the rotary
+    embedding, a copy of q before its head norm; the output and LSE. The output projection keeps
+    attention's output, which is counted once. Unfused: normalised heads, and sines and cosines for
+    q and for k. Delta layers: the projections' outputs, before and after the convolution.
+    Derivation: arXiv 2205.05198, section 4.1, with grouped heads and without dropout; what a view
+    keeps alive was counted.
     """
-    policy, topology, mixer = run.policy, run.topology, kind.mixer
+    policy, mixer = run.policy, kind.mixer
     rows = row_counts(run.request()).total * run.batch.micro_batch
-    dealt = 2 * run.model.hidden * policy.element_bytes // topology.tensor
+    small = 0
     if isinstance(mixer, AttentionShape):
-        inner = mixer.query_width + 2 * mixer.kv_width
-        if mixer.qk_norm:  # the norms' inputs
-            inner += mixer.query_width + mixer.kv_width
+        turned = mixer.query_width + mixer.kv_width
+        inner = mixer.qkv_width + turned
+        if mixer.qk_norm:
+            inner += mixer.query_width + (0 if policy.fused else turned)
+            small = (mixer.num_heads + mixer.num_kv_heads) * RMS_BYTES
         if mixer.output_gate:  # the gate, and the gated output beside the plain one
             inner += 2 * mixer.query_width
     else:
         inner = 2 * (2 * mixer.key_width + mixer.value_width) + 2 * mixer.value_width
-    split = inner * policy.element_bytes // topology.tensor
-    return rows * (dealt + split) + attention_kept_bytes(run, kind, pruned)
+    split = rows * (inner * policy.element_bytes + small) // run.topology.tensor
+    if not policy.fused and isinstance(mixer, AttentionShape):
+        split += rows * 4 * mixer.head_size * WIDE_BYTES
+    return norm_bytes(run, rows) + split + attention_kept_bytes(run, kind, pruned)
+
+
+def inner_widths(run: Run, kind: LayerKind) -> int:
+    """Inner-size numbers a row of the feed-forward part keeps, in inner sizes.
+
+    Gated and fused: the first matrix's output (2) and the second's input (1). PyTorch's operations
+    keep the activated half and the other half (plus an offset) as well.
+    """
+    return kind.input_widths + 1 + (2 if kind.gated and not run.policy.fused else 0)
 
 
 def ffn_bytes(run: Run, kind: LayerKind, pruned: bool = False) -> int:
-    """What the feed-forward half keeps: the norm's input and output, and the inner activations.
+    """What the feed-forward half keeps: the norm, and the inner activations.
 
-    Inner: the first matrix's output (2 F gated) and the second's input (F); without the fused
-    activation the activated half too. Routed rows keep the same per expert, their input, and the
-    router's fp32 probabilities.
+    Routed rows keep the same per expert, their input, and the router's fp32 probabilities.
     """
     policy, topology = run.policy, run.topology
     rows = rows_after_attention(run, row_counts(run.request()), pruned) * run.batch.micro_batch
-    dealt = 2 * run.model.hidden * policy.element_bytes // topology.tensor
-    widths = kind.input_widths + 1 + (0 if policy.fused_swiglu or not kind.gated else 1)
-    split = widths * kind.ffn * policy.element_bytes // topology.tensor
-    experts = kind.experts
+    widths, experts = inner_widths(run, kind), kind.experts
+    split = widths * kind.ffn * policy.element_bytes
     if experts.num_experts:
         inner = run.model.hidden + widths * experts.ffn
-        split += experts.top_k * inner * policy.element_bytes // topology.tensor
-        split += experts.num_experts * ROUTER_BYTES // topology.tensor
-    return rows * (dealt + split)
+        split += experts.top_k * inner * policy.element_bytes
+        split += experts.num_experts * ROUTER_BYTES
+    return norm_bytes(run, rows) + rows * split // topology.tensor
 
 
 def layer_input_bytes(run: Run) -> int:
@@ -144,8 +165,7 @@ def kept_bytes(run: Run, kind: LayerKind, pruned: bool = False) -> tuple[int, in
         return layer_input_bytes(run) + attention_kept_bytes(run, kind, pruned), gathered
     if policy.recompute is Recompute.SELECTIVE:
         rows = rows_after_attention(run, row_counts(run.request()), pruned) * run.batch.micro_batch
-        norm = 2 * rows * run.model.hidden * policy.element_bytes // run.topology.tensor
-        return mixer_bytes(run, kind, pruned) + norm, gathered
+        return mixer_bytes(run, kind, pruned) + norm_bytes(run, rows), gathered
     return mixer_bytes(run, kind, pruned) + ffn_bytes(run, kind, pruned), gathered
 
 
@@ -154,7 +174,7 @@ def workspace_bytes(run: Run, kind: LayerKind) -> int:
 
     Attention: gradients of q, k, v and out, fp32 gradients of the key buffer and what goes on the
     wire of them; without kept buffers two of those (one on its way). Feed-forward: gradients of the
-    inner activations. Under recomputation also the activations that come back.
+    inner activations (3 inner sizes, gated). Under recomputation also what comes back.
     """
     policy, topology = run.policy, run.topology
     rows = row_counts(run.request()).total * run.batch.micro_batch
@@ -173,7 +193,9 @@ def workspace_bytes(run: Run, kind: LayerKind) -> int:
         again = ffn_bytes(run, kind)
     if policy.recompute in (Recompute.FULL, Recompute.FULL_KEEP_ATTENTION):
         again += mixer_bytes(run, kind)
-    return again + max(attention, ffn_bytes(run, kind))
+    inner = kind.ffn + kind.experts.top_k * kind.experts.ffn
+    inner *= (kind.input_widths + 1) * policy.element_bytes
+    return again + max(attention, rows * inner // topology.tensor)
 
 
 def logits_bytes(run: Run) -> int:
@@ -243,11 +265,13 @@ def rank_memory(run: Run, stage: Stage = Stage.FIRST) -> MemoryBytes:
         workspace = max(workspace, workspace_bytes(run, kind))
     share = topology.pipeline * virtual
     has_head = topology.pipeline == 1 or stage is Stage.LAST
+    rows = row_counts(run.request()).total * run.batch.micro_batch
+    last_norm = norm_bytes(run, rows) if has_head else 0
     return MemoryBytes(
         parameters=(dense + experts) * policy.element_bytes,
         gradients=(dense + experts) * policy.main_grad_bytes,
         optimizer=optimizer,
-        activations=-(-activations * chunks // share),
+        activations=-(-activations * chunks // share) + last_norm,
         gathered_kv=-(-gathered * chunks // share),
         workspace=workspace,
         logits=logits_bytes(run) if has_head else 0,

@@ -125,7 +125,8 @@ class Policy:
 
     Units: bytes an element; `loss_chunk_rows` rows of logits at a time. `keep_gathered`: gathered
     clean K/V stay until backward, else they are gathered again. `shared_kv_wire`: where K and V are
-    one tensor, it travels once. `fused_swiglu`: the activation keeps its input only.
+    one tensor, it travels once. `fused`: norms, rotary embedding and activation are kernels that
+    keep their inputs only (Transformer Engine and Megatron's fusions); else PyTorch's.
     """
 
     recompute: Recompute = Recompute.NONE
@@ -133,7 +134,7 @@ class Policy:
     prune_last_layer: bool = True
     shard_optimizer: bool = True
     overlap_data_parallel: bool = True
-    fused_swiglu: bool = True
+    fused: bool = True
     shared_kv_wire: bool = False
     element_bytes: int = 2
     grad_wire_bytes: int = 4
