@@ -155,7 +155,8 @@ def _diffusion_loss(ddp: Any, step: Step) -> float:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_bp.config import BlockParallelConfig
-    from megatron_bp.mcore.exactness_problem import MASK_ID, VALID_VOCAB, rules_of
+    from megatron_bp.mcore.exactness import _arguments
+    from megatron_bp.mcore.exactness_problem import MASK_ID, VALID_VOCAB, Layout, rules_of
     from megatron_bp.mcore.forward_step import DiffusionForwardStep
 
     problem = _problem(step.dtype)
@@ -167,20 +168,7 @@ def _diffusion_loss(ddp: Any, step: Step) -> float:
         document_positions="run_on",
         bp_attention_kernel=step.kernel,
     )
-    args = argparse.Namespace(
-        seq_length=LENGTH,
-        tensor_model_parallel_size=1,
-        sequence_parallel=False,
-        deterministic_mode=False,
-        micro_batch_size=NUM_SAMPLES,
-        eval_micro_batch_size=NUM_SAMPLES,
-        num_experts=0,
-        calculate_per_token_loss=False,
-        check_for_nan_in_loss_and_grad=False,
-        data_parallel_size=1,
-        fp8=None if step.fp8_recipe == "none" else "hybrid",
-        fp8_recipe=step.fp8_recipe,
-    )
+    args = _arguments(problem, Layout(), NUM_SAMPLES, ddp.module)
     (report,) = get_forward_backward_func()(
         forward_step_func=DiffusionForwardStep(args, config, rules_of(problem), VALID_VOCAB),
         data_iterator=_batches(problem),
