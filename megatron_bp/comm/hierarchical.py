@@ -121,5 +121,8 @@ def split_by_node(group: Group, nodes: Sequence[int]) -> Group:
     node, local = divmod(group.rank(), per_node)
     inside = ranks[node * per_node : (node + 1) * per_node]
     between = ranks[local::per_node]
-    made = [dist.new_group(part, use_local_synchronization=True) for part in (inside, between)]
+    made = [
+        dist.new_group(part, backend=dist.get_backend(group), use_local_synchronization=True)
+        for part in (inside, between)
+    ]
     return NodeGroup(group, *(cast(dist.ProcessGroup, part) for part in made))
