@@ -7,6 +7,7 @@ Letters: T local rows, Z samples, N query heads, M key/value heads, H head size,
 Specified by tests/attention/test_block_parallel.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, cast
@@ -28,7 +29,6 @@ from megatron_bp.attention.native import (
     KeyValue,
     NativeRun,
     Partial,
-    Spaces,
     clear_gaps,
     empty_partial,
 )
@@ -194,26 +194,28 @@ class _BlockParallelAttention(torch.autograd.Function):
                 call.native().backward(todo.steps[phase], dout, saved, grads)
             if phase is not Phase.LOCAL:
                 reduce.start(phase)
-        if call.plan.request.gather_corrupted:
-            _reduce_own_grads(down, (dk[clean:], dv[clean:]), call, wire)
+        _reduce_own_grads(down, (dk[clean:], dv[clean:]), call, wire)
         reduce.finish_into(dk[:clean], dv[:clean])
         return dq, dk, dv, None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Partial, tuple[Tensor, ...]]:
     """The layer's output and LSE, and the key buffers that were gathered for it."""
-    gather, own = _start_gather(k, v, call), _own_keys(k, v, call)
-    keys: Spaces = (_split(gather.buffer_SZ2MH), own)
-    rows = q[call.first_row :]
+    gather, corrupted = _start_gather(k, v, call), _start_own_gathers(k, v, call)
+    clean, rows = _split(gather.buffer_SZ2MH), q[call.first_row :]
     if call.options.strategy is Strategy.INTERVAL:
         gather.wait(Phase.LATE)
-        partial = call.interval(q.device).forward(rows, keys)
+        own = _own_keys(k, v, call, corrupted)
+        partial = call.interval(q.device).forward(rows, (clean, own))
     else:
         todo, run = call.schedule.forward, call.native()
         partial = empty_partial(rows, todo)
+        own = clean if corrupted else _own_keys(k, v, call, corrupted)
         for phase in Phase:
             gather.wait(phase)
-            run.forward(todo.steps[phase], rows, keys, partial)
+            if corrupted and phase is Phase.LATE:  # no launch before reads gathered own keys
+                own = _own_keys(k, v, call, corrupted)
+            run.forward(todo.steps[phase], rows, (clean, own), partial)
     gathered = tuple(own) if call.plan.request.gather_corrupted else ()
     return partial, (gather.buffer_SZ2MH, *gathered)
 
@@ -235,14 +237,14 @@ def _keys_again(ctx: Any, k: Tensor, v: Tensor, kept: list[Tensor]) -> tuple[Ten
     call: _Call = ctx.call
     if kept:
         packed, *gathered = kept
-        return packed, KeyValue(*gathered) if gathered else _own_keys(k, v, call)
+        return packed, KeyValue(*gathered) if gathered else _own_keys(k, v, call, ())
     gather = getattr(ctx, "gather", None) or _start_gather(k, v, call)
-    ctx.gather = None
+    ctx.gather, corrupted = None, _start_own_gathers(k, v, call)
     gather.wait(Phase.LATE)
     for below in call.slot.keeper.next_after(ctx):
         k_below, v_below = below.saved_tensors[1:3]
         below.gather = _start_gather(k_below, v_below, below.call)
-    return gather.buffer_SZ2MH, _own_keys(k, v, call)
+    return gather.buffer_SZ2MH, _own_keys(k, v, call, corrupted)
 
 
 def _views(x: Tensor, call: _Call) -> tuple[Tensor, ...]:
@@ -252,19 +254,26 @@ def _views(x: Tensor, call: _Call) -> tuple[Tensor, ...]:
     return x[: views * rows].unflatten(0, (views, rows)).unbind(0)
 
 
-def _own_keys(k: Tensor, v: Tensor, call: _Call) -> KeyValue:
-    """Corrupted keys: the local ones; gathered from all ranks in the context-parallel baseline."""
-    k, v = k[call.plan.rows.num_clean :], v[call.plan.rows.num_clean :]
+def _start_own_gathers(k: Tensor, v: Tensor, call: _Call) -> tuple[CleanGather, ...]:
+    """Gathers of corrupted keys, one for each view, in the context-parallel baseline; else none."""
     if not call.plan.request.gather_corrupted:
+        return ()
+    clean = call.plan.rows.num_clean
+    views = zip(_views(k[clean:], call), _views(v[clean:], call), strict=True)
+    exchange, group = call.plan.own_exchange, call.groups.context
+    return tuple(CleanGather(k_view, v_view, exchange, group) for k_view, v_view in views)
+
+
+def _own_keys(k: Tensor, v: Tensor, call: _Call, gathers: Sequence[CleanGather]) -> KeyValue:
+    """Corrupted keys: what `gathers` bring, or else the local ones."""
+    if not gathers:
+        k, v = k[call.plan.rows.num_clean :], v[call.plan.rows.num_clean :]
         alike = k.stride() == v.stride() and k.stride(-1) == 1
         return KeyValue(k, v) if alike else KeyValue(k.contiguous(), v.contiguous())
-    buffers = []
-    for k_view, v_view in zip(_views(k, call), _views(v, call), strict=True):
-        gather = CleanGather(k_view, v_view, call.plan.own_exchange, call.groups.context)
+    for gather in gathers:
         gather.wait(Phase.LATE)
-        buffers.append(gather.buffer_SZ2MH)
-    packed = torch.cat(buffers)
-    return KeyValue(packed[:, :, 0], packed[:, :, 1])
+    buffers = [gather.buffer_SZ2MH for gather in gathers]
+    return _split(torch.cat(buffers) if len(buffers) > 1 else buffers[0])
 
 
 def _own_grad_buffers(own_k: Tensor, local: tuple[Tensor, Tensor], call: _Call) -> KeyValue:
@@ -278,14 +287,22 @@ def _own_grad_buffers(own_k: Tensor, local: tuple[Tensor, Tensor], call: _Call) 
 def _reduce_own_grads(
     down: KeyValue, local: tuple[Tensor, Tensor], call: _Call, wire: torch.dtype
 ) -> None:
-    """Sums the gradients of all ranks' corrupted rows at their owners (the baseline)."""
-    targets = [_views(part, call) for part in local]
-    packed = torch.stack([down.k, down.v], dim=2)
-    for part in local:
-        part.zero_()
-    for view, grad in enumerate(packed.chunk(call.plan.request.num_views)):
-        reduce = CleanReduce(grad, call.plan.own_exchange, call.groups.context, wire, zeroed=False)
+    """Sums the gradients of all ranks' corrupted rows at their owners (the baseline).
+
+    All views travel at once, after the last launch: the launches at corrupted keys run last.
+    """
+    if not call.plan.request.gather_corrupted:
+        return
+    exchange, group = call.plan.own_exchange, call.groups.context
+    reduces = []
+    for grad in torch.stack([down.k, down.v], dim=2).chunk(call.plan.request.num_views):
+        reduce = CleanReduce(grad, exchange, group, wire, zeroed=False)
         reduce.grad_SZ2MH.copy_(grad)
         for phase in (Phase.LATE, Phase.EARLY):
             reduce.start(phase)
-        reduce.finish_into(targets[0][view], targets[1][view])
+        reduces.append(reduce)
+    for part in local:
+        part.zero_()
+    targets = zip(*(_views(part, call) for part in local), strict=True)
+    for reduce, (dk_view, dv_view) in zip(reduces, targets, strict=True):
+        reduce.finish_into(dk_view, dv_view)
