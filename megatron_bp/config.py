@@ -14,6 +14,8 @@ CANVASES = ("preset", "all_masked", "seed_and_mask", "uniform")
 CLEAN_RULES = ("preset", "token_causal", "block_causal")
 STRATEGIES = ("native", "interval")
 WIRE_DTYPES = ("fp32", "model")
+RECOMPUTE_ATTENTION = ("auto", "keep", "rerun")
+CLEAN_KV = ("auto", "keep", "regather")
 DATA_KINDS = ("stream", "sft")
 POSITIONS = ("restart", "run_on")
 
@@ -97,6 +99,22 @@ class BlockParallelConfig:
         "nothing; "
         "model: the parameters' dtype, half the bytes in bf16.",
         WIRE_DTYPES,
+    )
+    bp_recompute_attention: str = _knob(
+        "auto",
+        "Attention of layers that --recompute-granularity full runs again. keep: its output and "
+        "LSE stay from the first run, so the second one computes and gathers nothing; rerun: it "
+        "computes and gathers again. Default auto: keep if device memory allows (the bytes are "
+        "printed).",
+        RECOMPUTE_ATTENTION,
+    )
+    bp_clean_kv: str = _knob(
+        "auto",
+        "Gathered clean keys and values until backward. keep: they stay; regather: they are "
+        "gathered again, while the layer above (or the rest of the layer, under recompute) "
+        "computes. Default auto: regather with --recompute-granularity full, else keep, which "
+        "sends least.",
+        CLEAN_KV,
     )
     bp_loss_chunk_rows: int = _knob(
         1024,

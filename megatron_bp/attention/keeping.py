@@ -27,6 +27,9 @@ class Keeping:
     clean_kv: bool = True
 
 
+KEYS_ONLY = Keeping()  # keys wait for backward, nothing waits for a second run
+
+
 class Kept(NamedTuple):
     """What the first run of a layer left. `again` says that there was one.
 
@@ -54,7 +57,7 @@ class Keeper:
 
     def put(self, layer: int, results: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> None:
         """Keeps the results of a first run, as far as this keeper does."""
-        if self.keeping == Keeping():
+        if self.keeping == KEYS_ONLY:
             return
         wanted = self.keeping.attention
         self._kept[layer] = Kept(
@@ -87,7 +90,7 @@ class Keeper:
 class Slot:
     """A layer's place in its micro-batch's keeper."""
 
-    keeper: Keeper = field(default_factory=lambda: Keeper(Keeping()))
+    keeper: Keeper = field(default_factory=lambda: Keeper(KEYS_ONLY))
     layer: int = 0
 
     @property
@@ -96,7 +99,7 @@ class Slot:
         return not torch.is_grad_enabled()
 
 
-ALONE = Slot()  # a layer by itself: keys wait for backward, nothing waits for a second run
+ALONE = Slot()  # a layer by itself
 
 
 @dataclass(frozen=True)

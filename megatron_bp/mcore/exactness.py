@@ -6,6 +6,8 @@ tests/tools/test_check_exact.py.
 """
 
 import argparse
+import contextlib
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +69,7 @@ def check(problem: Problem, layout: Layout, reference: Reference) -> Result:
     model.config.finalize_model_grads_func = finalize_model_grads
     micro_batch = 1 if problem.packed or problem.num_experts else problem.num_samples // layout.data
     step = DiffusionForwardStep(
-        _arguments(problem, layout, micro_batch),
+        _arguments(problem, layout, micro_batch, model),
         BlockParallelConfig(
             block_parallel_size=layout.block,
             block_size=problem.block_size,
@@ -80,19 +82,22 @@ def check(problem: Problem, layout: Layout, reference: Reference) -> Result:
             bp_attention_kernel="dense",
             bp_loss_chunk_rows=7,
             bdlm_length_multiple=problem.length_multiple,
+            bp_recompute_attention=layout.recompute_attention,
+            bp_clean_kv=layout.clean_kv,
         ),
         rules_of(problem),
         VALID_VOCAB,
     )
-    reports = get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=_batches(problem, layout, micro_batch),
-        model=[ddp],
-        num_microbatches=problem.num_samples // layout.data // micro_batch,
-        seq_length=problem.length,
-        micro_batch_size=micro_batch,
-        forward_only=False,
-    )
+    with contextlib.redirect_stdout(io.StringIO()):  # one line a case
+        reports = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=_batches(problem, layout, micro_batch),
+            model=[ddp],
+            num_microbatches=problem.num_samples // layout.data // micro_batch,
+            seq_length=problem.length,
+            micro_batch_size=micro_batch,
+            forward_only=False,
+        )
     return _compare(reports, ddp, reference)
 
 
@@ -123,19 +128,23 @@ def _compare(reports: list[dict[str, Tensor]], ddp: Any, reference: Reference) -
     return Result(loss, abs(loss - reference.loss) / scale, worst, name_of_worst)
 
 
-def _arguments(problem: Problem, layout: Layout, micro_batch: int) -> argparse.Namespace:
-    return argparse.Namespace(
-        seq_length=problem.length,
-        tensor_model_parallel_size=layout.tensor,
-        sequence_parallel=layout.sequence_parallel,
-        deterministic_mode=False,
-        micro_batch_size=micro_batch,
-        eval_micro_batch_size=micro_batch,
-        num_experts=problem.num_experts,
-        calculate_per_token_loss=problem.per_token,
-        check_for_nan_in_loss_and_grad=False,
-        data_parallel_size=layout.data,
-    )
+def _arguments(
+    problem: Problem, layout: Layout, micro_batch: int, model: GPTModel
+) -> argparse.Namespace:
+    """The arguments of a run that the forward step reads; the model's shape is in its config."""
+    given = {
+        "seq_length": problem.length,
+        "deterministic_mode": False,
+        "micro_batch_size": micro_batch,
+        "eval_micro_batch_size": micro_batch,
+        "num_experts": problem.num_experts,
+        "check_for_nan_in_loss_and_grad": False,
+        "data_parallel_size": layout.data,
+        "group_query_attention": True,
+        "bp_grad_wire_dtype": "fp32",
+        "bp_loss_chunk_rows": 7,
+    }
+    return argparse.Namespace(**{**vars(model.config), **given})
 
 
 def _batches(problem: Problem, layout: Layout, micro_batch: int) -> Iterator[Sample]:

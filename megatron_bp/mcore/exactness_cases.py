@@ -42,6 +42,9 @@ MODES = {
     "cp2": Layout(context=2),
 }
 CSBP2 = MODES["csbp2"]
+# Layers that run twice take attention from their first run, and gather again for backward.
+KEEP = replace(CSBP2, recompute="full", recompute_attention="keep", clean_kv="regather")
+REGATHER = replace(CSBP2, clean_kv="regather")
 
 # Shorter than a block, one block, over all ranks, one token, many blocks; then padding.
 DOCUMENTS = Problem(packed=True, documents=(3, 4, 33, 1, 12))
@@ -92,6 +95,29 @@ OTHERS = {
     ],
     "recompute_csbp2": [
         (Problem(window=7), replace(CSBP2, recompute=kind)) for kind in ("full", "selective")
+    ],
+    "keep": [
+        (Problem(num_samples=samples, objective=objective, window=window), layout)
+        for samples, objective, window, layout in (
+            (2, "standard", 7, replace(KEEP, clean_kv="keep")),
+            (2, "standard", 7, KEEP),
+            (2, "fast_dllm_v2", 0, replace(KEEP, context=1)),
+            (2, "standard", 0, replace(KEEP, block=1)),
+            (2, "standard", 0, replace(KEEP, tensor=2, sequence_parallel=True)),
+            (4, "standard", 7, replace(KEEP, pipeline=2)),
+            (4, "fast_dllm_v2", 0, replace(KEEP, pipeline=2, clean_kv="keep")),
+        )
+    ],
+    "regather": [
+        (Problem(num_samples=2 * layout.pipeline, objective=objective, window=window), layout)
+        for objective, window, layout in (
+            ("standard", 7, REGATHER),
+            ("fast_dllm_v2", 0, replace(REGATHER, strategy="interval")),
+            ("standard", 7, replace(REGATHER, context=2, block=4)),
+            ("standard", 0, replace(REGATHER, block=1)),
+            ("standard", 7, replace(REGATHER, recompute="selective")),
+            ("standard", 0, replace(REGATHER, pipeline=2)),
+        )
     ],
     "packed": [
         (Problem(packed=True, clean_rule=rule, window=window, objective=objective), layout)

@@ -78,6 +78,8 @@ class Layout:
     data: int = 1
     sequence_parallel: bool = False
     recompute: str = "none"
+    recompute_attention: str = "rerun"
+    clean_kv: str = "keep"
     strategy: str = "native"
 
     @property

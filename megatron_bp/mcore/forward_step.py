@@ -19,20 +19,22 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_timers
-from megatron.training.utils import is_first_or_last_pipeline_stage
+from megatron.training.utils import is_first_or_last_pipeline_stage, print_rank_0
 from torch import Tensor
 
 from megatron_bp.attention.block_parallel import AttentionOptions, GradWire
 from megatron_bp.attention.contract import Strategy
+from megatron_bp.attention.keeping import KEYS_ONLY, Keeping
 from megatron_bp.config import BlockParallelConfig
 from megatron_bp.layout.cost import owned_imbalance
 from megatron_bp.layout.plan import PlanRequest
 from megatron_bp.mcore.batch import CLEAN, Batch, LayoutSource, Targets, receive_batch
-from megatron_bp.mcore.carrier import Layout, make_layout, make_params
+from megatron_bp.mcore.carrier import Layout, make_layout, make_params, row_multiple
 from megatron_bp.mcore.dataset import CorruptionRules, Sample
 from megatron_bp.mcore.model import local_row_mask
 from megatron_bp.mcore.next_token import refuse_not_finite
 from megatron_bp.mcore.parallel_state import make_block_groups
+from megatron_bp.mcore.recompute import decide
 from megatron_bp.objectives.accuracy import label_wins
 from megatron_bp.objectives.loss import (
     LOCAL,
@@ -106,6 +108,7 @@ class DiffusionForwardStep:
     ) -> None:
         self.args, self.config, self.rules = args, config, rules
         self.num_valid_vocab = num_valid_vocab
+        self._decided: tuple[Keeping, ...] = ()  # by the first training micro-batch
         self._last_training = math.nan  # when the last micro-batch ended, if it was a training one
 
     def __call__(self, data_iterator: Iterator[Sample], model: Any) -> tuple[Any, partial[Any]]:
@@ -116,7 +119,7 @@ class DiffusionForwardStep:
         timers = get_timers()
         vp_stage = get_attr_wrapped_model(model, "vp_stage")
         if not is_first_or_last_pipeline_stage(vp_stage) and not self.rules.split_documents:
-            params = make_params(self.layouts.common)
+            params = make_params(self.layouts.common, self._keeping(model))
             mask = self._row_mask(self.layouts.common, self._micro_batch_size(training), vp_stage)
             return model(None, None, None, packed_seq_params=params, **mask), partial(_no_loss)
         timers("batch-generator", log_level=2).start()
@@ -128,7 +131,7 @@ class DiffusionForwardStep:
             batch.tokens(layout),
             layout.position.expand(len(batch.streams), -1),
             None,
-            packed_seq_params=make_params(layout),
+            packed_seq_params=make_params(layout, self._keeping(model)),
             output_processor=score_targets,
             output_processor_context=TargetHead(
                 targets,
@@ -157,7 +160,7 @@ class DiffusionForwardStep:
             # One block-parallel rank and several context ranks: the conventional baseline, where
             # corrupted keys travel as well.
             gather_corrupted=groups.num_ranks > 1 and self.config.block_parallel_size == 1,
-            row_multiple=args.tensor_model_parallel_size if args.sequence_parallel else 1,
+            row_multiple=row_multiple(args),
         )
         options = AttentionOptions(
             softmax_scale=1.0,  # each layer puts its own
@@ -176,6 +179,16 @@ class DiffusionForwardStep:
             self.config.document_positions == "restart",
             self.config.bdlm_length_multiple,
         )
+
+    def _keeping(self, model: Any) -> Keeping:
+        """What this micro-batch's layers keep for backward; nothing without one."""
+        if not model.training:
+            return KEYS_ONLY
+        if not self._decided:
+            keeping, text = decide(self.args, self.config, self.layouts.common, model)
+            print_rank_0("attention between forward and backward:\n" + text)
+            self._decided = (keeping,)
+        return self._decided[0]
 
     def _receive(self, samples: Iterator[Sample], training: bool) -> Batch:
         return receive_batch(
