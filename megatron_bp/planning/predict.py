@@ -1,0 +1,302 @@
+"""Predicts the seconds of one step of the busiest rank from counted work and measured speeds.
+
+A closed form: work over speed, plus the communication that has nothing to hide behind, plus the
+pipeline's bubble. Which part of a gather is exposed follows from the order of launches in
+attention/block_parallel.py. Specified by tests/planning/test_predict.py.
+"""
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from megatron_bp.layout.flops import head_flops, layer_flops
+from megatron_bp.layout.memory import Stage, gathered_bytes, parameters_of_rank
+from megatron_bp.layout.model_shape import AttentionShape, LayerKind
+from megatron_bp.layout.pair_counts import row_counts
+from megatron_bp.layout.run_shape import Mode, Recompute, Run
+from megatron_bp.layout.traffic import (
+    Axis,
+    Collective,
+    clean_rows_sent,
+    corrupted_rows_sent,
+    data_collectives,
+    expert_collectives,
+    kv_row_elements,
+    pipeline_collectives,
+    tensor_collectives,
+)
+from megatron_bp.planning.hardware import Hardware, KernelSpeed, Link
+
+T = 1e12
+# Of a causal square's pairs, those whose key is in its first half: 1 - (1/2)^2. Launches on these
+# keys need the early slab only, and the late slab travels meanwhile.
+EARLY_SHARE = 0.75
+OPTIMIZER_TOUCHES = 2.0  # optimizer state is read and written once a step
+
+
+class Schedule(StrEnum):
+    """When keys travel."""
+
+    OVERLAPPED = "overlapped"  # two slabs, each behind launches that do not need it: ours
+    BLOCKING = "blocking"  # gathered and waited for; reduced behind nothing: the published one
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks of a node, and what one rank's GPU and links do."""
+
+    hardware: Hardware
+    node_size: int = 8
+
+    def link(self, group_span: int) -> Link:
+        """The link of a group whose ranks lie within `group_span` consecutive ranks."""
+        inside = group_span <= self.node_size
+        return self.hardware.node_link if inside else self.hardware.network_link
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step of the busiest rank; they add up to the step.
+
+    `compute` parts: matrices, attention, head, elementwise, recomputed forward. `exposed` parts:
+    keys (context), rows (tensor), experts, data-parallel; `bubble` of the pipeline; `optimizer`.
+    """
+
+    matrices: float = 0.0
+    attention: float = 0.0
+    head: float = 0.0
+    elementwise: float = 0.0
+    recomputed: float = 0.0
+    exposed_context: float = 0.0
+    exposed_tensor: float = 0.0
+    exposed_expert: float = 0.0
+    exposed_data: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The step."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def exposed(self) -> float:
+        """Communication that nothing hides, without the bubble."""
+        names = ("exposed_context", "exposed_tensor", "exposed_expert", "exposed_data")
+        return float(sum(getattr(self, name) for name in names))
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one layer and micro-batch: parts of forward, of backward, and exposed keys.
+
+    `gather` and `reduce` are the exposed parts of one gather in forward, of one more in backward,
+    and of the reduction.
+    """
+
+    matrices: float
+    attention_forward: float
+    attention_backward: float
+    elementwise: float
+    gather: float
+    gather_again: float
+    reduce: float
+
+    @property
+    def forward(self) -> float:
+        """Seconds of forward without communication."""
+        return self.matrices + self.attention_forward + self.elementwise
+
+
+def layer_time(
+    run: Run, kind: LayerKind, cluster: Cluster, schedule: Schedule, pruned: bool = False
+) -> LayerTime:
+    """Seconds of one layer for one micro-batch on the busiest rank."""
+    gpu = cluster.hardware
+    work = layer_flops(run, kind, pruned)
+    matrices = work.linear / (gpu.matmul_tflops * T)
+    matrices += work.experts / (gpu.matmul_tflops * gpu.grouped_matmul_share * T)
+    if isinstance(kind.mixer, AttentionShape):
+        speed = gpu.kernel_for(kind.mixer)
+        forward, backward = attention_seconds(work.attention, kind.mixer, speed, gpu)
+        gather, again, reduce = exposed_keys(run, kind, cluster, schedule, (forward, backward))
+    else:
+        forward = work.delta / (gpu.delta_tflops * T)
+        backward, gather, again, reduce = 2.5 * forward, 0.0, 0.0, 0.0
+    touched = elementwise_bytes(run, kind) / (gpu.elementwise_tb_s * T)
+    return LayerTime(matrices, forward, backward, touched, gather, again, reduce)
+
+
+def attention_seconds(
+    flops: int, shape: AttentionShape, speed: KernelSpeed, gpu: Hardware
+) -> tuple[float, float]:
+    """Forward and backward of attention; windowed layers take at least their launches' time."""
+    forward, backward = flops / (speed.forward * T), 2.5 * flops / (speed.backward * T)
+    if shape.window:
+        short = max(1.0, gpu.window_layer_s / max(forward + backward, 1e-12))
+        return forward * short, backward * short
+    return forward, backward
+
+
+def elementwise_bytes(run: Run, kind: LayerKind) -> float:
+    """Bytes that norms, residual sums, rotary embedding and activation move in forward.
+
+    A row: 10 E (two norms, two sums), 3 F (activation), 4 (N + M) H (rotary, packing) elements;
+    backward moves twice as many.
+    """
+    policy, model, tensor = run.policy, run.model, run.topology.tensor
+    rows = row_counts(run.request()).total * run.batch.micro_batch
+    inner = 3 * (kind.ffn + 3 * kind.experts.top_k * kind.experts.ffn)
+    inner += 4 * kind.experts.top_k * model.hidden
+    if isinstance(kind.mixer, AttentionShape):
+        inner += 4 * (kind.mixer.query_width + kind.mixer.kv_width)
+    else:
+        inner += 8 * (kind.mixer.key_width + kind.mixer.value_width)
+    return rows * (10 * model.hidden + inner) * policy.element_bytes / tensor
+
+
+def exposed_keys(
+    run: Run,
+    kind: LayerKind,
+    cluster: Cluster,
+    schedule: Schedule,
+    attention: tuple[float, float],
+) -> tuple[float, float, float]:
+    """Exposed seconds of one gather in forward, one in backward, and one reduction.
+
+    Overlapped: the early half hides behind nothing but local launches (neglected), the late half
+    behind launches on early keys; in backward the late half's reduction hides behind them, the
+    early half's behind nothing. A gather for backward runs one layer ahead and hides behind that
+    layer. Blocking: everything is exposed; the context-parallel baseline copies what it gathered
+    into order as well (once each way).
+    """
+    topology, policy = run.topology, run.policy
+    if topology.context == 1:
+        return 0.0, 0.0, 0.0
+    assert isinstance(kind.mixer, AttentionShape)
+    elements = kv_row_elements(run, kind)
+    clean = clean_rows_sent(run, kind.mixer.window) * elements
+    corrupted = corrupted_rows_sent(run) * elements
+    shards = cluster.link(topology.tensor * topology.shards)
+    context = cluster.link(topology.tensor * topology.context)
+    late = EARLY_SHARE * attention[0], EARLY_SHARE * attention[1]
+
+    def seconds(width: int, halves: int) -> float:
+        whole = shards.seconds(clean * width / halves)
+        return whole + context.seconds(corrupted * width / halves)
+
+    gather, reduce = seconds(policy.element_bytes, 2), seconds(policy.grad_wire_bytes, 2)
+    if schedule is Schedule.OVERLAPPED and topology.mode is not Mode.CP:
+        if kind.mixer.window:  # one message each way, behind launches on local keys
+            there, back = seconds(policy.element_bytes, 1), seconds(policy.grad_wire_bytes, 1)
+            return max(0.0, there - attention[0] / 2), max(0.0, there - sum(attention)), back
+        return (
+            gather + max(0.0, gather - late[0]),
+            max(0.0, 2 * gather - sum(attention)),
+            reduce + max(0.0, reduce - late[1]),
+        )
+    order = 0.0
+    if topology.mode is Mode.CP:
+        order = 2 * gathered_bytes(run, kind) / (cluster.hardware.elementwise_tb_s * T)
+    whole = seconds(policy.element_bytes, 1) + order
+    return whole, whole, seconds(policy.grad_wire_bytes, 1) + order
+
+
+def predict(run: Run, cluster: Cluster, schedule: Schedule = Schedule.OVERLAPPED) -> StepTime:
+    """Seconds of one step of `run`."""
+    batches, topology = run.num_micro_batches, run.topology
+    sums = {name: 0.0 for name in StepTime.__dataclass_fields__}
+    last = run.model.layers[-1][0]
+    for kind, count in run.model.layers:
+        plain = count - (1 if run.prunes_last_layer and kind is last else 0)
+        for times, pruned in ((plain, False), (count - plain, True)):
+            if times:
+                layer = layer_time(run, kind, cluster, schedule, pruned)
+                _add_layer(sums, layer, times / topology.pipeline, run)
+    for name in sums:
+        sums[name] *= batches
+    gpu = cluster.hardware
+    head = run_head_seconds(run, gpu) * batches
+    # A stage with the head is the busiest; the others wait for it.
+    sums["head"] = head
+    sums["exposed_tensor"] = _seconds(tensor_collectives(run), cluster, run)
+    sums["exposed_expert"] = _seconds(expert_collectives(run), cluster, run)
+    busy = sum(sums.values())
+    hops = 2 * (topology.pipeline - 1)
+    for collective in pipeline_collectives(run):
+        sums["bubble"] += hops * span_link(collective, cluster, run).seconds(collective.sent_bytes)
+    sums["bubble"] += busy * (topology.pipeline - 1) / (batches * topology.virtual)
+    data = _seconds(data_collectives(run), cluster, run)
+    hidden = busy / batches if run.policy.overlap_data_parallel else 0.0
+    sums["exposed_data"] = max(0.0, data - hidden) + 0.05 * min(data, hidden)
+    sums["optimizer"] = optimizer_seconds(run, gpu)
+    return StepTime(**sums)
+
+
+def _add_layer(sums: dict[str, float], layer: LayerTime, times: float, run: Run) -> None:
+    sums["matrices"] += times * 3 * layer.matrices
+    sums["attention"] += times * (layer.attention_forward + layer.attention_backward)
+    sums["elementwise"] += times * 3 * layer.elementwise
+    sums["exposed_context"] += times * (layer.gather + layer.reduce)
+    kept = run.policy.recompute
+    if kept is Recompute.SELECTIVE:
+        sums["recomputed"] += times * _ffn_share(run) * (layer.matrices + layer.elementwise)
+    elif kept is not Recompute.NONE:
+        sums["recomputed"] += times * (layer.matrices + layer.elementwise)
+        if kept is Recompute.FULL:
+            sums["recomputed"] += times * layer.attention_forward
+            sums["exposed_context"] += times * layer.gather
+    if not run.policy.keep_gathered and kept is not Recompute.FULL:
+        sums["exposed_context"] += times * layer.gather_again
+
+
+def _ffn_share(run: Run) -> float:
+    """Share of the layers' matrices that are feed-forward, by weights."""
+    model = run.model
+    mixers = sum(n * k.mixer.parameters(model.hidden) for k, n in model.layers)
+    active = 0
+    for kind, count in model.layers:
+        routed = kind.experts.top_k * (kind.input_widths + 1) * model.hidden * kind.experts.ffn
+        active += count * (kind.dense_parameters(model.hidden) + routed)
+    return 1.0 - mixers / active
+
+
+def run_head_seconds(run: Run, gpu: Hardware) -> float:
+    """Seconds of logits and loss for one micro-batch: three products at the fused loss's speed."""
+    return 3 * head_flops(run) / (gpu.head_tflops * T)
+
+
+def optimizer_seconds(run: Run, gpu: Hardware) -> float:
+    """Seconds of the optimizer: its state, gradients and weights pass through memory."""
+    policy, topology = run.policy, run.topology
+    weights = sum(parameters_of_rank(run, Stage.FIRST))
+    replicas = topology.data * topology.context if policy.shard_optimizer else 1
+    touched = OPTIMIZER_TOUCHES * policy.optimizer_bytes + policy.main_grad_bytes
+    return weights * touched / replicas / (gpu.elementwise_tb_s * T)
+
+
+def span_link(collective: Collective, cluster: Cluster, run: Run) -> Link:
+    """The link a collective runs over, by how far apart its ranks are.
+
+    Megatron's order of ranks: tensor, context, data, pipeline; experts are dealt over context and
+    data ranks.
+    """
+    topology = run.topology
+    before = topology.tensor * topology.context
+    spans = {
+        Axis.TENSOR: topology.tensor,
+        Axis.SHARDS: topology.tensor * topology.shards,
+        Axis.CONTEXT: before,
+        Axis.EXPERT: topology.tensor * topology.expert,
+        Axis.DATA: before * topology.data,
+        Axis.PIPELINE: before * topology.data * topology.pipeline,
+    }
+    return cluster.link(spans[collective.axis])
+
+
+def _seconds(collectives: list[Collective], cluster: Cluster, run: Run) -> float:
+    return sum(c.calls * span_link(c, cluster, run).seconds(c.sent_bytes) for c in collectives)
+
+
+def tokens_per_second(run: Run, step: StepTime) -> float:
+    """Clean tokens of the whole job a second."""
+    return run.batch.global_batch * run.batch.length / step.total
