@@ -21,6 +21,8 @@ FROZEN = {
     "--bp-attention-strategy": "native",
     "--bp-attention-kernel": "auto",
     "--bp-grad-wire-dtype": "fp32",
+    "--bp-recompute-attention": "auto",
+    "--bp-clean-kv": "auto",
     "--bp-loss-chunk-rows": 1024,
     "--bdlm-noise-seed": -1,
     "--bdlm-data": "stream",
