@@ -35,6 +35,7 @@ def _layer(inside: str, outside: str) -> Layer:
 LAYERS = {
     "__init__": _layer("", ""),
     "config": _layer("", ""),
+    "launch": _layer("mcore", ""),
     "layout": _layer("config layout", "numpy"),
     "comm": _layer("comm layout", "numpy torch"),
     "attention": _layer("attention comm layout", "numpy torch"),
@@ -257,6 +258,7 @@ def loaded_by(module: str, names: tuple[str, ...]) -> list[str]:
     [
         ("megatron_bp", HEAVY),
         ("megatron_bp.config", HEAVY),
+        ("megatron_bp.launch", HEAVY),
         ("megatron_bp.layout.cost", tuple(n for n in HEAVY if n != "numpy")),
         (
             "megatron_bp.attention.block_parallel",

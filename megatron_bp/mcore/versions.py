@@ -46,6 +46,59 @@ def require_seams() -> None:
         )
 
 
+def require_launch_seams() -> None:
+    """Returns if the entry points that a pretraining script calls are those the launcher knows.
+
+    Raises: RuntimeError that lists all which are not.
+    """
+    problems = missing_launch_seams()
+    if problems:
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        raise RuntimeError(
+            f"the entry points of megatron-core {megatron_version()} are not the ones that "
+            f"megatron_bp.launch knows:\n{lines}\nUse {TESTED}, or train with "
+            "examples/pretrain_bdlm.py, which needs fewer of them."
+        )
+
+
+def missing_launch_seams() -> list[str]:
+    """Returns one sentence for each entry point of a pretraining script that is not as known."""
+    try:
+        from megatron.training import argument_utils, arguments, training
+    except ImportError as error:
+        return [f"cannot import a module that holds an entry point: {error}"]
+    known: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
+        (
+            training,
+            "pretrain",
+            (
+                "cfg_container",
+                "train_valid_test_dataset_provider",
+                "model_type",
+                "forward_step_func",
+                "model_provider",
+            ),
+        ),
+        (arguments, "add_megatron_arguments", ("parser",)),
+        (arguments, "validate_args", ("args", "defaults")),
+        (arguments, "parse_and_validate_args", ("extra_args_provider",)),
+        (argument_utils, "gpt_config_from_args", ("args",)),
+        (argument_utils, "pretrain_cfg_container_from_args", ("args", "model_cfg")),
+    )
+    problems = []
+    for module, name, first in known:
+        if not hasattr(module, name):
+            problems.append(f"{module.__name__} has no {name}")
+            continue
+        found = tuple(inspect.signature(getattr(module, name)).parameters)
+        if found[: len(first)] != first:
+            problems.append(
+                f"{module.__name__}.{name}({', '.join(found)}) does not begin with "
+                f"({', '.join(first)})"
+            )
+    return problems
+
+
 def _core_seams() -> list[str]:
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -72,6 +125,19 @@ def _core_seams() -> list[str]:
         *_fields(PackedSeqParams, "qkv_format", "max_seqlen_q", "max_seqlen_kv", "cp_group"),
         *_fields(TransformerLayerSubmodules, "self_attention", "self_attn_bda"),
         *_fields(SelfAttentionSubmodules, "core_attention"),
+        *_te_seams(),
+    ]
+
+
+def _te_seams() -> list[str]:
+    from megatron.core.extensions import transformer_engine as extension
+
+    if not extension.HAVE_TE:
+        return []
+    attention = extension.TEDotProductAttention
+    return [
+        *_parameters(attention.__init__, "softmax_scale", "cp_comm_type"),
+        *_parameters(attention.forward, "packed_seq_params", "num_splits"),
     ]
 
 
