@@ -85,10 +85,10 @@ def test_two_equal_parts_average_and_add_log_two() -> None:
 
 
 @pytest.mark.parametrize("lse", [-1e4, 1e4])
-def test_large_scores_neither_overflow_nor_vanish(lse: float) -> None:
+def test_large_scores_cost_the_output_nothing(lse: float) -> None:
     out, merged = merge(torch.ones(1), torch.tensor(lse), torch.ones(1), torch.tensor(lse))
     rounding = torch.finfo(torch.float32).eps * abs(lse)  # of the fp32 LSE itself
-    assert out.item() == pytest.approx(1.0, rel=rounding)
+    assert out.item() == pytest.approx(1.0, rel=torch.finfo(torch.float32).eps)
     assert merged.item() == pytest.approx(lse + math.log(2), abs=rounding)
 
 
