@@ -15,6 +15,9 @@ from torch import Tensor
 from megatron_bp.attention.merge import merge
 from megatron_bp.attention.schedule import Runs
 
+MOST_COVER = 16
+"""Evenly spaced runs are added in one pass if a row lies in at most so many of them."""
+
 
 @lru_cache(maxsize=8192)
 def starts_on(runs: Runs, device: torch.device) -> Tensor:
@@ -82,6 +85,10 @@ def add_rows(
     if device.type == "cuda":
         from megatron_bp.attention import triton_passes
 
+        if runs.step and runs.length <= MOST_COVER * runs.step:
+            spacing = int(runs.starts[0]), runs.step
+            triton_passes.sum_rows(targets_SZMW, spacing, values_XQZMW, store=runs.store)
+            return
         starts = starts_on(runs, device)
         for members in rounds_on(runs, device):
             triton_passes.add_rows(targets_SZMW, starts, members, values_XQZMW, store=runs.store)

@@ -186,6 +186,108 @@ def add_rows(
     )
 
 
+@triton.jit
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    first_ptr,
+    second_ptr,
+    value_ptr,
+    value2_ptr,
+    start,
+    step,
+    length,
+    num_problems,
+    num_rows,
+    num_heads,
+    width,
+    to_s,
+    to_z,
+    to_m,
+    from_x,
+    from_q,
+    from_z,
+    from_m,
+    STORE: tl.constexpr,
+    BOTH: tl.constexpr,
+    COVER: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """target[start + r] += sum over x of value[x, r - x * step], for ROWS rows of the target."""
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    z, m = tl.program_id(1) // num_heads, tl.program_id(1) % num_heads
+    w = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
+    inside = (w < width)[None, :]
+    latest = tl.minimum(r // step, num_problems - 1)
+    touched = r < 0
+    total = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    total2 = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
+    for back in tl.static_range(COVER):
+        x = latest - back
+        a = r - x * step
+        keep = (x >= 0) & (a < length) & (r < num_rows)
+        touched = touched | keep
+        source = x.to(tl.int64) * from_x + a.to(tl.int64) * from_q + z * from_z + m * from_m
+        source = source[:, None] + w[None, :]
+        keep2 = keep[:, None] & inside
+        total += tl.load(value_ptr + source, mask=keep2, other=0.0).to(tl.float32)
+        if BOTH:
+            total2 += tl.load(value2_ptr + source, mask=keep2, other=0.0).to(tl.float32)
+    to = (start + r).to(tl.int64) * to_s + z * to_z + m * to_m
+    to = to[:, None] + w[None, :]
+    keep2 = touched[:, None] & inside
+    if not STORE:
+        total += tl.load(first_ptr + to, mask=keep2, other=0.0).to(tl.float32)
+    tl.store(first_ptr + to, total.to(first_ptr.dtype.element_ty), mask=keep2)
+    if BOTH:
+        if not STORE:
+            total2 += tl.load(second_ptr + to, mask=keep2, other=0.0).to(tl.float32)
+        tl.store(second_ptr + to, total2.to(second_ptr.dtype.element_ty), mask=keep2)
+
+
+def sum_rows(
+    targets_SZMW: tuple[Tensor, ...],
+    spacing: tuple[int, int],
+    values_XQZMW: tuple[Tensor, ...],
+    *,
+    store: bool,
+) -> None:
+    """Like add_rows for all problems of evenly spaced runs (first row, step), which may overlap.
+
+    Every row of the targets is read and written once, however many problems it gets values from.
+    """
+    values = _same_strides(values_XQZMW)
+    targets, values = _collapse(targets_SZMW, values)
+    target, value = targets[0], values[0]
+    assert all(x.stride() == target.stride() for x in targets), "targets must share a layout"
+    assert target.stride(-1) == value.stride(-1) == 1, "the last dim must be contiguous"
+    problems, length, samples, heads, width = value.shape
+    start, step = spacing
+    num_rows = (problems - 1) * step + length
+    block = min(triton.next_power_of_2(width), 1024)
+    rows = min(max(4096 // block, 1), 16)
+    grid = (triton.cdiv(num_rows, rows), samples * heads, triton.cdiv(width, block))
+    _sum_kernel[grid](
+        target,
+        targets[-1],
+        value,
+        values[-1],
+        start,
+        step,
+        length,
+        problems,
+        num_rows,
+        heads,
+        width,
+        *target.stride()[:3],
+        *value.stride()[:4],
+        STORE=store,
+        BOTH=len(targets) == 2,
+        COVER=triton.cdiv(length, step),
+        ROWS=rows,
+        WIDTH=block,
+    )
+
+
 def _same_strides(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if all(x.stride() == values[0].stride() and x.stride(-1) == 1 for x in values):
         return values
