@@ -69,6 +69,25 @@ def interleave_in(groups: int) -> RowRule:
     return rule
 
 
+def interleave_parts(part_rows: Sequence[int]) -> RowRule:
+    """Returns `interleave_groups` for one source that holds all parts, one after another.
+
+    Bailing-MoE's query_key_value: all queries, all keys, all values.
+    """
+
+    def rule(source_rows: Sequence[int], num_groups: int) -> Pieces:
+        (total,) = source_rows
+        if total != sum(part_rows):
+            raise ValueError(f"a source of {total} rows does not hold parts of {list(part_rows)}")
+        starts = [sum(part_rows[:number]) for number in range(len(part_rows))]
+        return tuple(
+            Piece(0, starts[piece.source] + piece.source_lo, piece.target_lo, piece.rows)
+            for piece in interleave_groups(part_rows, num_groups)
+        )
+
+    return rule
+
+
 def interleave_gated_groups(source_rows: Sequence[int], num_groups: int) -> Pieces:
     """Returns, group by group, its queries, its output gates, its key and its value.
 

@@ -32,6 +32,8 @@ def expected_tensors(case: str, config: Mapping[str, Any], hf: Tensors) -> Tenso
     if family.startswith("dflash"):
         return _drafter(hf, config["num_key_value_heads"])
     text = config.get("text_config", config)
+    if family == "bailing":
+        return _bailing(config, hf)
     prefix, head = NAMES.get(family, ("model.", "lm_head.weight"))
     out = {
         "embedding.word_embeddings.weight": hf[f"{prefix}embed_tokens.weight"],
@@ -185,6 +187,48 @@ def _gemma_layer(config: Mapping[str, Any], layer: Tensors) -> Tensors:
             "mlp.experts.experts.linear_fc1.weight": layer["experts.gate_up_proj"],
             "mlp.experts.experts.linear_fc2.weight": layer["experts.down_proj"],
         }
+    return out
+
+
+def _bailing(config: Mapping[str, Any], hf: Tensors) -> Tensors:
+    heads, groups, head = (
+        config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    out = {
+        "embedding.word_embeddings.weight": hf["model.word_embeddings.weight"],
+        "decoder.final_layernorm.weight": hf["model.norm.weight"],
+    }
+    if "lm_head.weight" in hf:
+        out["output_layer.weight"] = hf["lm_head.weight"]
+    for number in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{number}."
+        layer = {n.removeprefix(prefix): t for n, t in hf.items() if n.startswith(prefix)}
+        q, k, v = (
+            layer["attention.query_key_value.weight"]
+            .unflatten(0, (heads + 2 * groups, head))
+            .split([heads, groups, groups])
+        )
+        made = {
+            "self_attention.linear_qkv.layer_norm_weight": layer["input_layernorm.weight"],
+            "self_attention.linear_qkv.weight": by_group(
+                [part.flatten(0, 1) for part in (q, k, v)], groups
+            ),
+            "self_attention.q_layernorm.weight": layer["attention.query_layernorm.weight"],
+            "self_attention.k_layernorm.weight": layer["attention.key_layernorm.weight"],
+            "self_attention.linear_proj.weight": layer["attention.dense.weight"],
+        }
+        if "mlp.experts.gate_proj" in layer:
+            both = [layer[f"mlp.experts.{name}_proj"] for name in ("gate", "up")]
+            layer["mlp.experts.gate_up_proj"] = torch.cat(both, 1)
+        made |= _mlp(layer, config)
+        if "mlp.gate.weight" in layer:
+            s = "mlp.shared_experts."
+            made["mlp.router.expert_bias"] = layer["mlp.gate.expert_bias"]
+            made[f"{s}linear_fc1.weight"] = torch.cat(
+                [layer[f"{s}gate_proj.weight"], layer[f"{s}up_proj.weight"]]
+            )
+            made[f"{s}linear_fc2.weight"] = layer[f"{s}down_proj.weight"]
+        out |= {f"decoder.layers.{number}.{name}": tensor for name, tensor in made.items()}
     return out
 
 

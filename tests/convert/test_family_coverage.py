@@ -35,6 +35,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 GOLDEN_CASES = (
     "qwen2-untied",
     "qwen3_moe-untied",
+    "bailing-untied",
     "mistral3-untied",
     "nemotron-untied",
     "qwen3_5-released",
@@ -118,6 +119,7 @@ def test_every_tensor_that_is_missing_renamed_or_misshapen_is_named(name: str):
         ("qwen2-tied", "model.layers.1.self_attn.k_proj.bias"),
         ("qwen3_moe-untied", "model.layers.1.mlp.experts.2.up_proj.weight"),
         ("qwen3_moe-fused", "model.layers.0.mlp.experts.down_proj"),
+        ("bailing-untied", "model.layers.2.mlp.gate.expert_bias"),
         ("mistral3-untied", "language_model.lm_head.weight"),
         ("nemotron-untied", "diffusion_head.weight"),
         ("qwen3_5-released", "model.language_model.layers.0.linear_attn.A_log"),

@@ -14,6 +14,7 @@ from megatron_bp.convert.rules import (
     interleave_gated_groups,
     interleave_groups,
     interleave_in,
+    interleave_parts,
     take_rows,
     target_rows,
 )
@@ -41,6 +42,14 @@ def test_interleave_groups_puts_queries_before_their_key_and_value():
     assert [(row[0], row[1]) for row in _rows(pieces)] == [
         (0, 0), (0, 1), (1, 0), (2, 0), (0, 2), (0, 3), (1, 1), (2, 1),
     ]  # fmt: skip
+
+
+def test_interleave_parts_is_interleave_groups_of_one_source():
+    pieces = interleave_parts((4, 2, 2))([8], 2)
+    check_bijection(pieces, [8])
+    assert [row[1] for row in _rows(pieces)] == [0, 1, 4, 6, 2, 3, 5, 7]
+    with pytest.raises(ValueError, match=r"a source of 9 rows does not hold parts of \[4, 2, 2\]"):
+        interleave_parts((4, 2, 2))([9], 2)
 
 
 def test_interleave_groups_refuses_rows_that_do_not_divide():

@@ -21,6 +21,7 @@ from megatron_bp.convert.plan import Layout
 from megatron_bp.convert.progress import Silent
 from megatron_bp.convert.serve_as import AS_IT_IS, PROFILES, find_profile
 from megatron_bp.convert.serve_as.base import Export
+from tests.convert.bailing_models import BAILING
 from tests.convert.tiny_models import (
     LLAMA,
     LLAMA3_ROPE,
@@ -67,9 +68,20 @@ _SECOND = {
     "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16,
 }  # fmt: skip
 DRAFT2: dict[str, Any] = {**DRAFT, "dflash_config": {**DRAFT["dflash_config"], **_SECOND}}
+BAILING_2: dict[str, Any] = {
+    **BAILING,
+    "vocab_size": 157184,
+    "num_experts": 256,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+}
 EXPORTS = {
     "sdar": Export("qwen3", QWEN, SDAR, 151936, False),
     "fast_dllm_v2": Export("qwen2", QWEN, FAST, 151936, True),
+    "llada2": Export(
+        "bailing_moe_v2", BAILING_2, replace(SDAR, mask_token_id=156895), 157184, False
+    ),
     "nemotron_labs": Export(
         "ministral3", MINISTRAL, BdlmSettings("standard", 32, "preset", "", 100), 131072, True
     ),
@@ -87,6 +99,15 @@ READ = {
     "sdar": (*_LAYERS, "head_dim", "architectures", "model_type", "auto_map"),
     # config.json and generation code of Efficient-Large-Model/Fast_dLLM_v2
     "fast_dllm_v2": (*_LAYERS, "architectures", "model_type", "auto_map", "bd_size", "layer_types"),
+    # sglang/srt/models/llada2.py
+    "llada2": (
+        *_LAYERS, "head_dim", "architectures", "model_type", "auto_map", "rope_scaling",
+        "partial_rotary_factor", "rotary_dim", "use_bias", "use_qkv_bias", "use_qk_norm",
+        "norm_topk_prob", "score_function", "router_dtype", "moe_router_enable_expert_bias",
+        "num_experts", "num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor",
+        "moe_intermediate_size", "num_shared_experts", "first_k_dense_replace",
+        "embedding_dropout", "norm_head",
+    ),
     # published config.json of Nemotron-Labs-Diffusion
     "nemotron_labs": (
         *_LAYERS, "architectures", "model_type", "auto_map", "dlm_paradigm", "block_size",
@@ -107,7 +128,8 @@ READ["dflash2"] = READ["dflash"]
 def test_a_profile_writes_every_key_that_its_engine_reads(name: str):
     config = find_profile(name, EXPORTS[name]).rewrite(EXPORTS[name])
     assert [key for key in READ[name] if key not in config] == []
-    assert config.get("rope_theta", 1000000.0) == 1000000.0  # engines take 10000 otherwise
+    theta = 600000 if name == "llada2" else 1000000.0
+    assert config.get("rope_theta", theta) == theta  # engines take 10000 otherwise
 
 
 @pytest.mark.parametrize(
@@ -115,6 +137,7 @@ def test_a_profile_writes_every_key_that_its_engine_reads(name: str):
     [
         ("sdar", ("SDARForCausalLM", "sdar")),
         ("fast_dllm_v2", ("Fast_dLLM_QwenForCausalLM", "Fast_dLLM_Qwen")),
+        ("llada2", ("LLaDA2MoeModelLM", "llada2_moe")),
         ("nemotron_labs", ("NemotronLabsDiffusionModel", "nemotron_labs_diffusion")),
         ("diffusion_gemma", ("DiffusionGemmaForBlockDiffusion", "diffusion_gemma")),
         ("dflash", ("DFlashDraftModel", "qwen3")),
@@ -179,10 +202,18 @@ def test_what_the_engine_would_misread_is_refused(name: str, change: dict[str, A
         find_profile(name, replace(EXPORTS[name], **change))
 
 
-def test_llada2_is_refused_with_every_reason():
-    with pytest.raises(ValueError, match=r"Bailing-MoE2(?s:.*)no row 156895(?s:.*)must be 156895"):
+def test_a_model_that_llada2_cannot_be_is_refused_with_every_reason():
+    reasons = r"must be bailing_moe_v2(?s:.*)no row 156895(?s:.*)must be 156895"
+    with pytest.raises(ValueError, match=reasons):
         find_profile("llada2", EXPORTS["sdar"])
-    assert PROFILES.keys() == {*EXPORTS, "llada2"}
+    settings = replace(EXPORTS["llada2"].settings, clean_rule="token_causal")
+    causal = replace(EXPORTS["llada2"], settings=settings)
+    with pytest.raises(ValueError, match="clean_rule=token_causal must be block_causal"):
+        find_profile("llada2", causal)
+
+
+def test_every_profile_has_a_list_of_what_its_engine_reads():
+    assert PROFILES.keys() == EXPORTS.keys() == READ.keys()
     with pytest.raises(ValueError, match="serve_as='x' must be one of as_it_is, sdar"):
         find_profile("x", EXPORTS["sdar"])
 

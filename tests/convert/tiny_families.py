@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.convert.bailing_models import BAILING, bailing_shapes
 from tests.convert.family_models import BUILDERS, DENSE, MOE
 from tests.convert.tiny_models import write_json, write_tokenizer
 
@@ -98,6 +99,19 @@ def _to_nemotron(config: dict, tensors: Tensors) -> tuple[dict, Tensors]:
     return config, {names[name]: tensor for name, tensor in tensors.items()}
 
 
+def _bailing(variant: str) -> tuple[dict, Tensors]:
+    config = {**BAILING, "tie_word_embeddings": variant == "tied"}
+    if variant == "llada2":
+        config |= {"architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe"}
+    shapes = bailing_shapes(config, stacked=variant == "stacked")
+    tensors = {name: _random(shape, seed) for seed, (name, shape) in enumerate(shapes.items())}
+    # As released: the routing bias is fp32 in a bf16 model.
+    return config, {
+        name: tensor.float() + 1e-3 / 3 if name.endswith("expert_bias") else tensor
+        for name, tensor in tensors.items()
+    }
+
+
 def _drafter(second: bool) -> tuple[dict, Tensors]:
     """Returns a drafter from its published key list."""
     own: dict[str, Any] = {"mask_token_id": 100, "block_size": 8, "target_layer_ids": [1, 3, 5]}
@@ -160,6 +174,8 @@ def _make(name: str) -> tuple[dict, Tensors]:
         return _drafter(name == "dflash2")
     base, _, variant = name.partition("-")
     tied = variant == "tied"
+    if base == "bailing":
+        return _bailing(variant)
     if base == "nemotron":
         return _to_nemotron(*transformers_repository("ministral3", tied=tied))
     config, tensors = transformers_repository(base, tied=tied)
@@ -186,6 +202,10 @@ CASES = (
     "qwen3_moe-tied",
     "qwen3_moe-fused",
     "qwen3_moe-fp32",
+    "bailing-untied",
+    "bailing-tied",
+    "bailing-stacked",
+    "bailing-llada2",
     "ministral3-tied",
     "ministral3-fp32",
     "mistral3-tied",

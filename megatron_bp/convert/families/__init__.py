@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_bp.convert.families.bailing_moe_v2 import BAILING_MOE_V2
 from megatron_bp.convert.families.base import Family, ModelShape
 from megatron_bp.convert.families.dflash import DFLASH, DFLASH2
 from megatron_bp.convert.families.gemma4 import DIFFUSION_GEMMA, GEMMA4
@@ -24,6 +25,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2,
     QWEN3,
     QWEN3_MOE,
+    BAILING_MOE_V2,
     MINISTRAL3,
     NEMOTRON_LABS,
     QWEN3_5,

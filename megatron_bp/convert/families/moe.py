@@ -56,17 +56,25 @@ def moe_entries(shape: MoeShape) -> tuple[Entry, ...]:
     looks for `pre_mlp_layernorm.weight` and the local spec for `mlp.linear_fc1.layer_norm_weight`,
     though the layer has no such linear. A training checkpoint has one of them.
     """
-    norm = (Source("post_attention_layernorm.weight", ("hidden",)),)
     entries = [
-        Entry("pre_mlp_layernorm.weight", norm, copy_rows),
-        Entry("mlp.linear_fc1.layer_norm_weight", norm, copy_rows, alias=True),
+        *moe_norm(),
         Entry("mlp.router.weight", (Source("mlp.gate.weight", ("experts", "hidden")),), copy_rows),
-        *(_fused_experts(shape) if shape.fused_experts else _separate_experts(shape)),
+        *(_fused_experts(shape) if shape.fused_experts else expert_entries(shape)),
     ]
     return (*entries, *(_SHARED_EXPERT if shape.shared_ffn_size else ()))
 
 
-def _separate_experts(shape: MoeShape) -> tuple[Entry, ...]:
+def moe_norm() -> tuple[Entry, ...]:
+    """Returns the norm before the MLP under both of its names (see `moe_entries`)."""
+    norm = (Source("post_attention_layernorm.weight", ("hidden",)),)
+    return (
+        Entry("pre_mlp_layernorm.weight", norm, copy_rows),
+        Entry("mlp.linear_fc1.layer_norm_weight", norm, copy_rows, alias=True),
+    )
+
+
+def expert_entries(shape: MoeShape) -> tuple[Entry, ...]:
+    """Returns the stacks of experts that Hugging Face files have one by one."""
     first, second = [], []
     for expert in range(shape.num_experts):
         prefix = f"mlp.experts.{expert}."

@@ -17,13 +17,30 @@ from megatron_bp.convert.serve_as.base import (
     settings_problems,
     with_top_level_rope,
 )
-from megatron_bp.convert.serve_as.remote_code import remote_files
+from megatron_bp.convert.serve_as.remote_code import LLADA2_FILES, remote_files
 
 SDAR_MASK = 151669
 FAST_DLLM_MASK = 151665
 LLADA2_MASK = 156895
 # Llama's settings that Qwen2Config does not have; reading has refused all values but the usual.
 _ONLY_LLAMA = ("attention_bias", "mlp_bias", "pretraining_tp", "rope_interleaved", "head_dim")
+# What sglang/srt/models/llada2.py reads without a default of its own; the values are the only ones
+# that the family's reader accepts, or have no effect when a model is served.
+_LLADA2_DEFAULTS: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "use_qk_norm": True,
+    "norm_topk_prob": True,
+    "score_function": "sigmoid",
+    "router_dtype": "fp32",
+    "moe_router_enable_expert_bias": True,
+    "num_shared_experts": None,
+    "first_k_dense_replace": 0,
+    "embedding_dropout": 0.0,
+    "norm_head": False,
+    "tie_word_embeddings": False,
+}
 _SDAR = {
     "qwen3": ("SDARForCausalLM", "sdar", "Qwen3"),
     "qwen3_moe": ("SDARMoeForCausalLM", "sdar_moe", "Qwen3Moe"),
@@ -120,10 +137,10 @@ def _zero_biases(export: Export) -> dict[str, tuple[int, ...]]:
 
 def _llada2_problems(export: Export) -> list[str]:
     why = (
-        "LLaDA2 is Bailing-MoE2 (fused query_key_value, grouped sigmoid routing), which this "
-        "converter does not read; a Qwen3 model can be served with --serve-as sdar"
+        "LLaDA2 is Bailing-MoE v2 (fused query_key_value, grouped sigmoid routing); a Qwen3 model "
+        "can be served with --serve-as sdar"
     )
-    problems = family_problems(export, ("bailing_moe",), why)
+    problems = family_problems(export, ("bailing_moe_v2",), why)
     if export.vocab_size <= LLADA2_MASK:
         problems.append(
             f"vocab_size={export.vocab_size} has no row {LLADA2_MASK}, the mask that the engine "
@@ -132,6 +149,22 @@ def _llada2_problems(export: Export) -> list[str]:
     return problems + settings_problems(
         export, alignment="same", clean_rule="block_causal", mask_token_id=LLADA2_MASK
     )
+
+
+def _llada2_config(export: Export) -> dict[str, Any]:
+    config = dict(export.config)
+    rotary = config.get("rotary_dim", config["head_dim"])
+    factor = config.get("partial_rotary_factor", rotary / config["head_dim"])
+    return {
+        **_LLADA2_DEFAULTS,
+        **with_top_level_rope(config),
+        "partial_rotary_factor": factor,
+        "rotary_dim": int(config["head_dim"] * factor),
+        "architectures": ["LLaDA2MoeModelLM"],
+        "model_type": "llada2_moe",
+        "auto_map": {"AutoConfig": "configuration_llada2_moe.LLaDA2MoeConfig"},
+        **_block_keys(export),
+    }
 
 
 def _nemotron_problems(export: Export) -> list[str]:
@@ -204,7 +237,7 @@ FAST_DLLM_V2 = Profile(
     files=remote_files([("Fast_dLLM_QwenForCausalLM", "Fast_dLLM_Qwen", "Qwen2")]),
     zeros=_zero_biases,
 )
-LLADA2 = Profile("llada2", _llada2_problems, lambda export: dict(export.config))
+LLADA2 = Profile("llada2", _llada2_problems, _llada2_config, files=LLADA2_FILES)
 NEMOTRON_LABS = Profile(
     "nemotron_labs",
     _nemotron_problems,

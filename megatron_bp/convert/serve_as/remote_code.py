@@ -53,3 +53,23 @@ def remote_files(models: Iterable[tuple[str, str, str]]) -> Mapping[str, str]:
         files[f"configuration_{model_type}.py"] = _CONFIGURATION.format(**names)
         files[f"modeling_{model_type}.py"] = _MODELING.format(**names)
     return files
+
+
+_LLADA2 = '''"""Configuration of LLaDA2MoeModelLM, which servers bring."""
+
+from transformers import PretrainedConfig
+
+
+class LLaDA2MoeConfig(PretrainedConfig):
+    """The settings of config.json under the model type llada2_moe."""
+
+    model_type = "llada2_moe"
+
+    def __init__(self, **kwargs):
+        for name in ("rope_scaling", "num_shared_experts"):
+            kwargs.setdefault(name, None)
+        super().__init__(**kwargs)
+        if getattr(self, "rope_parameters", None):  # transformers 5 keeps it there alone
+            self.rope_theta = float(self.rope_parameters["rope_theta"])
+'''
+LLADA2_FILES: Mapping[str, str] = {"configuration_llada2_moe.py": _LLADA2}
