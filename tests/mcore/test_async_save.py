@@ -1,0 +1,51 @@
+"""Checkpoints written in the background hold the weights of their step, and are resumed from equal.
+
+In bf16 with the distributed optimizer: what is resumed are its fp32 main parameters and moments.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron_bp.mcore.checkpoints import iteration_folder
+from megatron_bp.mcore.cpu_saving import copy_tensors
+from tests.mcore.forks import Megatron, checkpoint, finish
+from tests.mcore.runs import flags, read_scalars
+
+RUN = (
+    "--train-iters 4 --eval-iters 0 --bf16 --use-distributed-optimizer "
+    "--dist-ckpt-optim-fully-reshardable --context-parallel-size 2 --block-parallel-size 2"
+)
+ASYNC = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
+
+
+def _runs(folder: Path) -> None:
+    """Four steps at once, and with a stop after two; each step is saved."""
+    whole, parts = f"{RUN} --save-interval 1 --save {folder}/whole", f"{folder}/parts"
+    asynchronous = f"{RUN} {ASYNC} --save-interval 1 --save {parts} --load {parts}"
+    finish(2, flags(whole), folder / "log_whole")
+    finish(2, flags(f"{asynchronous} --exit-interval 2"), folder / "log_first")
+    finish(2, flags(asynchronous), folder / "log_second")
+
+
+def test_an_asynchronous_save_is_the_synchronous_one(tmp_path: Path, megatron: Megatron) -> None:
+    megatron.call(_runs, tmp_path)
+    for step in (1, 2, 3, 4):
+        want = checkpoint(iteration_folder(tmp_path / "whole", step))
+        got = checkpoint(iteration_folder(tmp_path / "parts", step))
+        assert got.keys() == want.keys()
+        assert [key for key in want if not torch.equal(got[key], want[key])] == [], step
+    logged = [read_scalars(tmp_path / f"log_{name}/tensorboard") for name in ("first", "second")]
+    whole = read_scalars(tmp_path / "log_whole/tensorboard")
+    for one, other in zip(logged[0] + logged[1], whole, strict=True):
+        assert (one["bdlm loss"], one["grad-norm"]) == (other["bdlm loss"], other["grad-norm"])
+
+
+def test_the_writer_gets_tensors_of_its_own() -> None:
+    trained = torch.ones(3)
+    ((_, key, (written, tensors)),) = copy_tensors([("file", "key", ([b"x"], [("item", trained)]))])
+    trained.zero_()
+    assert (key, written) == ("key", [b"x"])
+    assert tensors[0][1].tolist() == [1.0, 1.0, 1.0]
