@@ -16,6 +16,7 @@ STRATEGIES = ("native", "interval")
 WIRE_DTYPES = ("fp32", "model")
 RECOMPUTE_ATTENTION = ("auto", "keep", "rerun")
 CLEAN_KV = ("auto", "keep", "regather")
+OWNERSHIPS = ("dual_end", "contiguous")
 DATA_KINDS = ("stream", "sft")
 POSITIONS = ("restart", "run_on")
 
@@ -116,6 +117,30 @@ class BlockParallelConfig:
         "sends least.",
         CLEAN_KV,
     )
+    bp_hierarchical_gather: int = _knob(
+        0,
+        "Ranks of a node: where clean shards span nodes, gather and reduce in two steps, so that "
+        "rows cross once per node (ranks; -1 tells nodes by host name). Default 0, one flat "
+        "collective, which suits one node.",
+    )
+    bp_ownership: str = _knob(
+        "dual_end",
+        "Which blocks a rank owns. dual_end: from both ends, or by cost for packed documents; "
+        "contiguous: neighbouring ones, for comparison only. Default dual_end: all ranks have "
+        "equally many attention pairs.",
+        OWNERSHIPS,
+    )
+    bp_windowed_exchange: bool = _knob(
+        True,
+        "In sliding-window layers send clean rows only to ranks that see them, in conventional "
+        "context parallelism too. Default on: it changes no result; off gathers everything, for "
+        "comparison.",
+    )
+    bp_overlap: bool = _knob(
+        True,
+        "Compute while clean rows and their gradients travel. Default on: it changes no result; "
+        "off waits for each collective at once, for comparison.",
+    )
     bp_loss_chunk_rows: int = _knob(
         1024,
         "Rows of logits that exist at a time in the loss (rows). Default 1024: large enough for "
@@ -210,6 +235,11 @@ class BlockParallelConfig:
             found.append(
                 f"--bdlm-data {self.bdlm_data} needs a block-diffusion objective; use "
                 "--bdlm-objective standard, or drop it"
+            )
+        if self.bp_hierarchical_gather < -1:
+            found.append(
+                f"--bp-hierarchical-gather {self.bp_hierarchical_gather} must be the ranks of a "
+                "node, 0 (off) or -1 (nodes by host name); use for example 8"
             )
         if self.bdlm_lora_rank < 0:
             found.append(f"--bdlm-lora-rank {self.bdlm_lora_rank} must be 0 or more; use 16")

@@ -27,13 +27,14 @@ from megatron_bp.attention.contract import Strategy
 from megatron_bp.attention.keeping import KEYS_ONLY, Keeping
 from megatron_bp.config import BlockParallelConfig
 from megatron_bp.layout.cost import owned_imbalance
+from megatron_bp.layout.owners import Ownership
 from megatron_bp.layout.plan import PlanRequest
 from megatron_bp.mcore.batch import CLEAN, Batch, LayoutSource, Targets, receive_batch
 from megatron_bp.mcore.carrier import Layout, make_layout, make_params, row_multiple
 from megatron_bp.mcore.dataset import CorruptionRules, Sample
 from megatron_bp.mcore.model import local_row_mask
 from megatron_bp.mcore.next_token import refuse_not_finite
-from megatron_bp.mcore.parallel_state import make_block_groups
+from megatron_bp.mcore.parallel_state import Links, make_block_groups
 from megatron_bp.mcore.recompute import decide
 from megatron_bp.objectives.accuracy import label_wins
 from megatron_bp.objectives.loss import (
@@ -147,8 +148,8 @@ class DiffusionForwardStep:
     @cached_property
     def layouts(self) -> LayoutSource:
         """The layouts of this run; Megatron's process groups must exist."""
-        args, objective = self.args, self.rules.objective
-        groups = make_block_groups()
+        args, config, objective = self.args, self.config, self.rules.objective
+        groups = make_block_groups(links=Links(config.bp_hierarchical_gather, config.bp_overlap))
         request = PlanRequest(
             length=args.seq_length,
             block_size=self.rules.block_size,
@@ -159,25 +160,27 @@ class DiffusionForwardStep:
             corrupted_rule=objective.corrupted_rule,
             # One block-parallel rank and several context ranks: the conventional baseline, where
             # corrupted keys travel as well.
-            gather_corrupted=groups.num_ranks > 1 and self.config.block_parallel_size == 1,
+            gather_corrupted=groups.num_ranks > 1 and config.block_parallel_size == 1,
             row_multiple=row_multiple(args),
+            ownership=Ownership(config.bp_ownership),
+            windowed_exchange=config.bp_windowed_exchange,
         )
         options = AttentionOptions(
             softmax_scale=1.0,  # each layer puts its own
-            strategy=Strategy(self.config.bp_attention_strategy),
-            kernel=self.config.bp_attention_kernel,
-            grad_wire=GradWire(self.config.bp_grad_wire_dtype),
+            strategy=Strategy(config.bp_attention_strategy),
+            kernel=config.bp_attention_kernel,
+            grad_wire=GradWire(config.bp_grad_wire_dtype),
             deterministic=args.deterministic_mode,
         )
         # Experts balance the load of all rows: their auxiliary loss reads the last layer's clean
         # rows too, so these are computed; as for a next-token loss.
-        prune = self.config.bp_prune_last_layer and not (args.num_experts or objective.learns_clean)
+        prune = config.bp_prune_last_layer and not (args.num_experts or objective.learns_clean)
         common = make_layout(request, groups, options, prune, _device())
         return LayoutSource(
             common,
             self.rules,
-            self.config.document_positions == "restart",
-            self.config.bdlm_length_multiple,
+            config.document_positions == "restart",
+            config.bdlm_length_multiple,
         )
 
     def _keeping(self, model: Any) -> Keeping:
