@@ -40,6 +40,7 @@ def refuse(args: argparse.Namespace, config: BlockParallelConfig) -> None:
     checks: tuple[Callable[[argparse.Namespace, BlockParallelConfig], Problems], ...] = (
         objective_problems,
         degree_problems,
+        node_problems,
         length_problems,
         model_problems,
         unverified_problems,
@@ -92,6 +93,18 @@ def degree_problems(args: argparse.Namespace, config: BlockParallelConfig) -> Pr
             f"another; use --tensor-model-parallel-size {_largest_divisor(groups, tp)}"
         )
     return problems
+
+
+def node_problems(args: argparse.Namespace, config: BlockParallelConfig) -> Problems:
+    """Returns why the ranks that share clean rows do not fill nodes, if so."""
+    node, tp = config.bp_hierarchical_gather, args.tensor_model_parallel_size
+    shards, per_node = args.context_parallel_size, max(1, node // tp)
+    if node <= 0 or (node % tp == 0 and (shards % per_node == 0 or per_node % shards == 0)):
+        return []
+    return [
+        f"--bp-hierarchical-gather {node} is a node that {shards} clean shards of TP {tp} ranks do "
+        f"not fill; use --bp-hierarchical-gather {tp * _largest_divisor(shards, per_node)}, or 0"
+    ]
 
 
 def length_problems(args: argparse.Namespace, config: BlockParallelConfig) -> Problems:

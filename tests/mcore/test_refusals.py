@@ -24,6 +24,11 @@ CASES = {
     "--num-attention-heads 12 --num-query-groups 3 --tensor-model-parallel-size 2": (
         "--num-query-groups 3 and --tensor-model-parallel-size 2 do not divide one another"
     ),
+    "--context-parallel-size 2 --bp-hierarchical-gather 3": (
+        "--bp-hierarchical-gather 3 is a node that 2 clean shards of TP 1 ranks do not fill; use "
+        "--bp-hierarchical-gather 2, or 0"
+    ),
+    "--tensor-model-parallel-size 2 --bp-hierarchical-gather 3": "use --bp-hierarchical-gather 2",
     "--attention-dropout 0.1": "use --attention-dropout 0",
     "--hidden-dropout 0.1": "use --hidden-dropout 0",
     "--hybrid-context-parallel": "drop --hybrid-context-parallel (dynamic context parallelism)",
@@ -76,6 +81,8 @@ def test_it_is_refused_with_a_value_that_would_work(text: str) -> None:
         "",
         "--context-parallel-size 2 --block-parallel-size 2",
         "--context-parallel-size 2",
+        "--context-parallel-size 2 --bp-hierarchical-gather 8 --bp-ownership contiguous",
+        "--context-parallel-size 2 --no-bp-overlap --no-bp-windowed-exchange",
         "--seq-length 47",
         "--window-size 15,0 --window-attn-skip-freq 2",
         "--position-embedding-type yarn",
