@@ -280,4 +280,5 @@ def rank_memory(run: Run, stage: Stage = Stage.FIRST) -> MemoryBytes:
 
 def peak_memory(run: Run) -> MemoryBytes:
     """The fuller of both ends of the pipeline."""
-    return max((rank_memory(run, stage) for stage in Stage), key=lambda memory: memory.total)
+    stages = Stage if run.topology.pipeline > 1 else (Stage.FIRST,)
+    return max((rank_memory(run, stage) for stage in stages), key=lambda memory: memory.total)

@@ -67,6 +67,7 @@ def owners_of(request: PlanRequest) -> Owners:
     return _owners(_shared(request))
 
 
+@lru_cache(maxsize=4096)
 def row_counts(request: PlanRequest) -> RowCounts:
     """Rows that each rank holds: L / C clean and V * L / P corrupted ones, padded as plans pad."""
     owners = owners_of(request)
@@ -96,6 +97,7 @@ def _of_ranks(chunks: ChunkMap, before: Counts, blocks: BlockTable) -> Counts:
     return np.diff(at)[chunks.chunks_of].sum(axis=1)
 
 
+@lru_cache(maxsize=1024)
 def pair_counts(request: PlanRequest) -> PairCounts:
     """Pairs (row, key) that each rank computes; `cost.pairs` without making plans."""
     owners = owners_of(request)

@@ -6,6 +6,7 @@ traffic.py. Specified by tests/layout/test_run_shape.py.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from megatron_bp.layout.model_shape import AttentionShape, LayerKind, ModelShape
 from megatron_bp.layout.owners import Ownership
@@ -156,7 +157,7 @@ class Run:
     policy: Policy = Policy()
 
     def __post_init__(self) -> None:
-        problems = run_problems(self)
+        problems = run_problems(self.model, self.batch, self.topology)
         if problems:
             raise ValueError(f"run of {self.model.name}: " + " ".join(problems))
 
@@ -173,26 +174,29 @@ class Run:
 
     def request(self, window: int = 0) -> PlanRequest:
         """The plan request of a layer with `window`."""
-        batch, topology = self.batch, self.topology
-        return PlanRequest(
-            length=batch.length,
-            block_size=batch.block_size,
-            num_ranks=topology.context,
-            num_clean_shards=topology.shards,
-            num_views=batch.num_views,
-            clean_rule=batch.clean_rule,
-            corrupted_rule=batch.corrupted_rule,
-            window=window,
-            ownership=topology.ownership,
-            gather_corrupted=topology.mode is Mode.CP,
-            row_multiple=topology.tensor if topology.sequence_parallel else 1,
-            windowed_exchange=topology.windowed_exchange,
-        )
+        return _request(self.batch, self.topology, window)
 
 
-def run_problems(run: Run) -> list[str]:
-    """One sentence for everything of `run` that cannot be laid out."""
-    batch, topology, model = run.batch, run.topology, run.model
+@lru_cache(maxsize=4096)
+def _request(batch: BatchShape, topology: Topology, window: int) -> PlanRequest:
+    return PlanRequest(
+        length=batch.length,
+        block_size=batch.block_size,
+        num_ranks=topology.context,
+        num_clean_shards=topology.shards,
+        num_views=batch.num_views,
+        clean_rule=batch.clean_rule,
+        corrupted_rule=batch.corrupted_rule,
+        window=window,
+        ownership=topology.ownership,
+        gather_corrupted=topology.mode is Mode.CP,
+        row_multiple=topology.tensor if topology.sequence_parallel else 1,
+        windowed_exchange=topology.windowed_exchange,
+    )
+
+
+def run_problems(model: ModelShape, batch: BatchShape, topology: Topology) -> list[str]:
+    """One sentence for everything of a run that cannot be laid out."""
     problems = []
     per_step = batch.micro_batch * topology.data
     if batch.global_batch % per_step:
