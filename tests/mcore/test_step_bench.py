@@ -1,0 +1,89 @@
+"""The step benchmark trains the same job in every case, and says what it measured."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_bp.layout.run_shape import Mode as RunMode
+from megatron_bp.layout.run_shape import Recompute
+from megatron_bp.mcore.step_cases import MODES, RECIPES, SHAPES, Case, Job, cut
+from megatron_bp.planning.shapes import MODELS
+
+TOOL = Path(__file__).parents[2] / "tools/bench_step.py"
+CASES = ["cp-plain/recompute-all", "csbp/ours", "bp/no-recompute", "contiguous/keep-keys"]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the tool writes for two processes: case -> row."""
+    path = tmp_path_factory.mktemp("bench") / "step.json"
+    given = "--shape tiny --layers 2 --length 64 --block 8 --dtype fp32 --warmups 1 --repeats 1"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(TOOL), *given.split(), "--objective", "fast_dllm_v2", "--json", str(path)]
+    command += ["--baseline", CASES[0], "--case", *CASES, "csbp/ours-separate"]
+    command += ["--", "--use-distributed-optimizer", "--overlap-grad-reduce"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run(command, check=True, env=environment, timeout=240, capture_output=True)
+    return {row["case"]: row for row in json.loads(path.read_text())["results"]}
+
+
+@pytest.mark.parametrize("name", CASES[1:])
+def test_every_case_trains_the_same_job(rows: dict, name: str) -> None:
+    base, row = rows[CASES[0]], rows[name]
+    assert row["losses"] == pytest.approx(base["losses"], rel=1e-6)
+    assert row["grad_norms"] == pytest.approx(base["grad_norms"], rel=1e-5)
+    assert row["needed_tflop"] == base["needed_tflop"]
+
+
+def test_separate_views_train_the_mean_of_two_halves(rows: dict) -> None:
+    assert rows["csbp/ours-separate"]["losses"][0] == pytest.approx(
+        rows["csbp/ours"]["losses"][0] / 2, rel=1e-6
+    )
+
+
+def test_a_row_says_what_a_reader_compares(rows: dict) -> None:
+    row = rows["csbp/ours"]
+    assert row["tokens_per_s"] == pytest.approx(64e3 / row["step_ms"], rel=1e-3)
+    assert row["speedup"] == pytest.approx(
+        row["tokens_per_s"] / rows[CASES[0]]["tokens_per_s"], rel=1e-3
+    )
+    assert row["predicted_ms"] > 0
+    assert len(row["ranks"]) == 2
+
+
+def test_an_unknown_case_is_refused_with_the_names() -> None:
+    with pytest.raises(ValueError, match=r"MODE/RECIPE with a mode of one, csbp.* csbp/ours"):
+        Case.parse("csbp")
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("one", 2), ("hybrid", 3)])
+def test_a_mode_refuses_ranks_that_it_cannot_use(mode: str, ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"num_ranks={ranks}"):
+        MODES[mode].flags(ranks)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("csbp", RunMode.CSBP), ("bp", RunMode.BP), ("hybrid", RunMode.HYBRID), ("cp", RunMode.CP)],
+)
+def test_the_planner_sees_the_mode_that_runs(mode: str, kind: RunMode) -> None:
+    job = Job(cut(MODELS["nemotron-3b"], 4), 4096, 32, "standard", num_ranks=4)
+    assert job.run(Case(mode, "ours"), 0.5).topology.mode is kind
+
+
+def test_the_planner_sees_what_is_kept() -> None:
+    job = Job(SHAPES["tiny"], 4096, 32, "standard")
+    kept = {name: job.run(Case("one", name), 0.5).policy.recompute for name in RECIPES}
+    assert kept["ours"] is Recompute.FULL_KEEP_ATTENTION
+    assert kept["recompute-all"] is kept["flex"] is Recompute.FULL
+    assert kept["no-recompute"] is kept["flex-no-recompute"] is Recompute.NONE
+
+
+def test_layers_of_several_kinds_are_refused() -> None:
+    with pytest.raises(ValueError, match="several kinds of layers"):
+        cut(MODELS["qwen3.5-27b"], 4)
