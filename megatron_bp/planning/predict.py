@@ -14,7 +14,6 @@ from megatron_bp.layout.model_shape import AttentionShape, LayerKind
 from megatron_bp.layout.pair_counts import row_counts
 from megatron_bp.layout.run_shape import Mode, Recompute, Run
 from megatron_bp.layout.traffic import (
-    Axis,
     Collective,
     clean_rows_sent,
     corrupted_rows_sent,
@@ -24,7 +23,8 @@ from megatron_bp.layout.traffic import (
     pipeline_collectives,
     tensor_collectives,
 )
-from megatron_bp.planning.hardware import Hardware, KernelSpeed, Link
+from megatron_bp.planning.cluster import Cluster
+from megatron_bp.planning.hardware import Hardware, KernelSpeed
 
 T = 1e12
 # Of a causal square's pairs, those whose key is in its first half: 1 - (1/2)^2. Launches on these
@@ -38,19 +38,6 @@ class Schedule(StrEnum):
 
     OVERLAPPED = "overlapped"  # two slabs, each behind launches that do not need it: ours
     BLOCKING = "blocking"  # gathered and waited for; reduced behind nothing: the published one
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Ranks of a node, and what one rank's GPU and links do."""
-
-    hardware: Hardware
-    node_size: int = 8
-
-    def link(self, group_span: int) -> Link:
-        """The link of a group whose ranks lie within `group_span` consecutive ranks."""
-        inside = group_span <= self.node_size
-        return self.hardware.node_link if inside else self.hardware.network_link
 
 
 @dataclass(frozen=True)
@@ -176,17 +163,22 @@ def exposed_keys(
     elements = kv_row_elements(run, kind)
     clean = clean_rows_sent(run, kind.mixer.window) * elements
     corrupted = corrupted_rows_sent(run) * elements
-    shards = cluster.link(topology.tensor * topology.shards)
-    context = cluster.link(topology.tensor * topology.context)
+    windowed = bool(kind.mixer.window) and topology.windowed_exchange
     late = EARLY_SHARE * attention[0], EARLY_SHARE * attention[1]
 
     def seconds(width: int, halves: int) -> float:
-        whole = shards.seconds(clean * width / halves)
-        return whole + context.seconds(corrupted * width / halves)
+        sent, size, stride = clean * width / halves, topology.shards, topology.tensor
+        if windowed:
+            time = cluster.all_to_all_seconds(sent, size, stride)
+        else:
+            flat = cluster.ring_seconds(sent, size, stride)
+            time = min(flat, cluster.two_step_seconds(sent, size, stride))
+        own = corrupted * width / halves
+        return time + cluster.ring_seconds(own, topology.context, stride)
 
     gather, reduce = seconds(policy.element_bytes, 2), seconds(policy.grad_wire_bytes, 2)
     if schedule is Schedule.OVERLAPPED and topology.mode is not Mode.CP:
-        if kind.mixer.window:  # one message each way, behind launches on local keys
+        if windowed:  # one message each way, behind launches on local keys
             there, back = seconds(policy.element_bytes, 1), seconds(policy.grad_wire_bytes, 1)
             return max(0.0, there - attention[0] / 2), max(0.0, there - sum(attention)), back
         return (
@@ -223,7 +215,7 @@ def predict(run: Run, cluster: Cluster, schedule: Schedule = Schedule.OVERLAPPED
     busy = sum(sums.values())
     hops = 2 * (topology.pipeline - 1)
     for collective in pipeline_collectives(run):
-        sums["bubble"] += hops * span_link(collective, cluster, run).seconds(collective.sent_bytes)
+        sums["bubble"] += hops * cluster.seconds(collective, run.topology) / collective.calls
     sums["bubble"] += busy * (topology.pipeline - 1) / (batches * topology.virtual)
     data = _seconds(data_collectives(run), cluster, run)
     hidden = busy / batches if run.policy.overlap_data_parallel else 0.0
@@ -274,27 +266,8 @@ def optimizer_seconds(run: Run, gpu: Hardware) -> float:
     return weights * touched / replicas / (gpu.elementwise_tb_s * T)
 
 
-def span_link(collective: Collective, cluster: Cluster, run: Run) -> Link:
-    """The link a collective runs over, by how far apart its ranks are.
-
-    Megatron's order of ranks: tensor, context, data, pipeline; experts are dealt over context and
-    data ranks.
-    """
-    topology = run.topology
-    before = topology.tensor * topology.context
-    spans = {
-        Axis.TENSOR: topology.tensor,
-        Axis.SHARDS: topology.tensor * topology.shards,
-        Axis.CONTEXT: before,
-        Axis.EXPERT: topology.tensor * topology.expert,
-        Axis.DATA: before * topology.data,
-        Axis.PIPELINE: before * topology.data * topology.pipeline,
-    }
-    return cluster.link(spans[collective.axis])
-
-
 def _seconds(collectives: list[Collective], cluster: Cluster, run: Run) -> float:
-    return sum(c.calls * span_link(c, cluster, run).seconds(c.sent_bytes) for c in collectives)
+    return sum(cluster.seconds(collective, run.topology) for collective in collectives)
 
 
 def tokens_per_second(run: Run, step: StepTime) -> float:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from megatron_bp.layout.model_shape import ModelShape
 from megatron_bp.layout.run_shape import BatchShape
 from megatron_bp.layout.visibility import CleanRule
-from megatron_bp.planning.predict import Cluster
+from megatron_bp.planning.cluster import Cluster
 
 
 @dataclass(frozen=True)
