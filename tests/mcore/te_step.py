@@ -7,6 +7,8 @@ Used with the stand-in on the CPU (test_te_attention.py) and with Transformer En
 from __future__ import annotations
 
 import argparse
+import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,6 +48,8 @@ class Step:
 
 def reference_step(rank: int, num_ranks: int) -> tuple[Answer, dict[str, Tensor]]:
     """The answer by plain formulas and a dense mask in fp64, and the parameters; needs a CPU."""
+    hidden: Any = sys.modules  # the reference has nothing of Transformer Engine in it
+    hidden["transformer_engine"] = None
     from megatron_bp.mcore import cpu
 
     cpu.enable_cpu()
@@ -62,7 +66,7 @@ def reference_step(rank: int, num_ranks: int) -> tuple[Answer, dict[str, Tensor]
 def run_steps(
     rank: int, num_ranks: int, parameters: dict[str, Tensor], steps: list[Step], stand_in: bool
 ) -> list[Answer | str]:
-    """The answers of the production path, or why a kernel is not there."""
+    """The answers of the production path, or the error of a step that failed."""
     if stand_in:
         from tests.mcore import te_stand_in
 
@@ -71,6 +75,8 @@ def run_steps(
 
         cpu.enable_cpu()
         torch.set_default_dtype(torch.float64)
+    else:
+        torch.compiler.set_stance("force_eager")  # compiling would take most of the time
     from megatron.training.global_vars import _set_timers
 
     from megatron_bp.mcore.exactness_problem import Layout, start_layout
@@ -81,8 +87,9 @@ def run_steps(
     for step in steps:
         try:
             answers.append(_step(step, parameters))
-        except ImportError as error:
-            answers.append(str(error))
+        except Exception as error:  # the other steps are worth their time on a GPU
+            traceback.print_exc()
+            answers.append(f"{type(error).__name__}: {error}")
     return answers
 
 
@@ -118,11 +125,15 @@ def _model(step: Step) -> Any:
     changes = {"fp8": "hybrid", "fp8_recipe": step.fp8_recipe} if fp8 else {}
     bf16 = step.dtype == torch.bfloat16
     config = _config(_problem(step.dtype), Layout(), bf16=bf16, **changes)
-    spec = diffusion_spec(get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True), config)
-    model = gpt(config, spec, _problem(step.dtype)).to(torch.cuda.current_device())
+    stock_spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
+    stock = gpt(config, stock_spec, _problem(step.dtype))
+    model = gpt(config, diffusion_spec(stock_spec, config), _problem(step.dtype))
     attention = model.decoder.layers[0].self_attention.core_attention
     assert type(attention) is TEBlockParallelAttention, type(attention)
-    assert not list(attention.parameters())
+    assert "decoder.layers.0.self_attention.core_attention._extra_state" in model.state_dict()
+    model.load_state_dict(stock.state_dict(), strict=True)
+    stock.load_state_dict(model.state_dict(), strict=True)
+    model = model.to(torch.cuda.current_device())
     (model,) = use_plan_positions([model.to(step.dtype)])
     return model
 
@@ -144,10 +155,17 @@ def _step(step: Step, parameters: dict[str, Tensor]) -> Answer:
         ),
         model,
     )
-    loss = _next_token_loss(ddp) if step.next_token else _diffusion_loss(ddp, step)
+    if step.fp8_recipe == "delayed":  # its scales come from the steps before
+        _loss(ddp, step)
+        ddp.zero_grad_buffer()
+    loss = _loss(ddp, step)
     grads = {local: ours[name].main_grad.double().cpu() for local, name in names.items()}
     count = sum(bool(getattr(m, "fp8_initialized", False)) for m in model.modules())
     return Answer(loss, grads, count)
+
+
+def _loss(ddp: Any, step: Step) -> float:
+    return _next_token_loss(ddp) if step.next_token else _diffusion_loss(ddp, step)
 
 
 def _diffusion_loss(ddp: Any, step: Step) -> float:
@@ -155,8 +173,7 @@ def _diffusion_loss(ddp: Any, step: Step) -> float:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_bp.config import BlockParallelConfig
-    from megatron_bp.mcore.exactness import _arguments
-    from megatron_bp.mcore.exactness_problem import MASK_ID, VALID_VOCAB, Layout, rules_of
+    from megatron_bp.mcore.exactness_problem import MASK_ID, VALID_VOCAB, VOCAB, rules_of
     from megatron_bp.mcore.forward_step import DiffusionForwardStep
 
     problem = _problem(step.dtype)
@@ -168,7 +185,19 @@ def _diffusion_loss(ddp: Any, step: Step) -> float:
         document_positions="run_on",
         bp_attention_kernel=step.kernel,
     )
-    args = _arguments(problem, Layout(), NUM_SAMPLES, ddp.module)
+    given = {
+        "seq_length": LENGTH,
+        "micro_batch_size": NUM_SAMPLES,
+        "eval_micro_batch_size": NUM_SAMPLES,
+        "num_experts": 0,
+        "check_for_nan_in_loss_and_grad": False,
+        "data_parallel_size": 1,
+        "group_query_attention": True,
+        "bp_grad_wire_dtype": "fp32",
+        "bp_loss_chunk_rows": 1024,
+        "padded_vocab_size": VOCAB,
+    }
+    args = argparse.Namespace(**{**vars(ddp.module.config), **given})
     (report,) = get_forward_backward_func()(
         forward_step_func=DiffusionForwardStep(args, config, rules_of(problem), VALID_VOCAB),
         data_iterator=_batches(problem),
@@ -184,6 +213,7 @@ def _diffusion_loss(ddp: Any, step: Step) -> float:
 
 def _next_token_loss(ddp: Any) -> float:
     """Runs a plain next-token step, which takes the stock path; returns the loss."""
+    ddp.module.set_is_first_microbatch()
     tokens = next(_batches(_problem(torch.float64)))["clean"].to(torch.cuda.current_device())
     position = torch.arange(LENGTH, device=tokens.device).expand_as(tokens)
     loss = ddp(tokens, position, None, labels=tokens.roll(-1, 1)).float().mean()

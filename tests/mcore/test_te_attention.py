@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.distributed import run_distributed
+from tests.mcore.te_runs import Logged, bits, train_te_jobs
 from tests.mcore.te_step import Answer, Step, differences, reference_step, run_steps
 
 ROOT = Path(__file__).parents[2]
@@ -44,3 +45,24 @@ def test_without_transformer_engine_the_error_says_what_to_install() -> None:
     assert done.returncode != 0
     assert "ImportError: TEBlockParallelAttention needs Transformer Engine" in done.stderr
     assert "pip install 'megatron-bp[te]'" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Logged:
+    return train_te_jobs(tmp_path_factory.mktemp("jobs"), stand_in=True)
+
+
+def test_next_token_training_is_stock_bit_for_bit(logged: Logged) -> None:
+    assert len(logged["stock"]) == 5
+    assert bits(logged["ours"]) == bits(logged["stock"])
+
+
+@pytest.mark.parametrize("name", ["stock", "ours", "diffusion"])
+def test_a_checkpoint_loads_with_block_parallelism_on_or_off(logged: Logged, name: str) -> None:
+    stock = bits(logged[f"stock from {name}"])
+    assert bits(logged[f"ours from {name}"]) == stock
+    if name != "diffusion":
+        assert stock == bits(logged["stock"])[2:4]
+        assert bits(logged[f"diffusion from {name}"]) == bits(logged["diffusion from stock"])
+    else:
+        assert len({stock[0], bits(logged["stock from stock"])[0], bits(logged["stock"])[0]}) == 3
