@@ -3,7 +3,7 @@
     lse = log(exp(lse_a) + exp(lse_b));  out = w_a out_a + w_b out_b
     w_a = sigmoid(lse_a - lse_b);  w_b = sigmoid(lse_b - lse_a)
 
-The weights equal exp(lse_a - lse) and exp(lse_b - lse), which lose eps * |lse| to the rounding of lse.
+The weights equal exp(lse_a - lse) and exp(lse_b - lse), which lose eps * |lse| to rounding.
 A part that saw no key (LSE -inf) has weight 0; two such parts merge to output 0 and LSE -inf.
 Specified by tests/attention/test_merge.py.
 """

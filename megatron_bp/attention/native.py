@@ -8,14 +8,16 @@ size. Specified by tests/attention/test_native.py.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_bp.attention.contract import NativeKernel, Saved, WritingKernel, lse_dtype
 from megatron_bp.attention.passes import add_rows, merge_rows, read_rows
-from megatron_bp.attention.schedule import Pass, Step
+from megatron_bp.attention.schedule import Pass, Runs, Step
 from megatron_bp.layout.decomposition import KeySpace
 
 
@@ -130,34 +132,29 @@ class NativeRun:
         self, steps: Iterable[Step], q_TZNH: Tensor, keys: Spaces, partial: Partial
     ) -> None:
         """Merges the steps into `partial`, in place."""
-        for step in steps:
-            at = _Problems(step, keys[0].k.shape[2])
-            if _is_small(at, q_TZNH):
-                self._small_forward(at, q_TZNH, keys, partial)
-                continue
-            q, k, v = at.query(q_TZNH), at.key(keys, 0), at.key(keys, 1)
-            if self.kernel.caps.writes and at.kernel_may_write(q_TZNH.shape[1]):
-                into = (at.query(partial.out), at.lse(partial.lse))
-                kernel = cast(WritingKernel, self.kernel)
-                kernel.forward_into(q, k, v, step.window, self.scale, into)
-                continue
-            out, lse = self.kernel.forward(q, k, v, step.window, self.scale)
-            out = at.unquery(out, q_TZNH.shape[1])
-            lse = at.unquery(lse.transpose(1, 2)[..., None], q_TZNH.shape[1])[..., 0]
-            merge_rows(partial.out, partial.lse, step.rows, out, lse)
+        for step in _one_by_one(steps, q_TZNH):
+            run = self._small_forward if _is_small(step, q_TZNH) else self._forward
+            run(step, q_TZNH, keys, partial)
 
-    def _small_forward(self, at: _Problems, q_TZNH: Tensor, keys: Spaces, partial: Partial) -> None:
+    def _forward(self, step: Step, q_TZNH: Tensor, keys: Spaces, partial: Partial) -> None:
+        at = _Problems(step, keys[0].k.shape[2])
+        q, k, v = at.query(q_TZNH), at.key(keys, 0), at.key(keys, 1)
+        if self.kernel.caps.writes and at.kernel_may_write(q_TZNH.shape[1]):
+            into = (at.query(partial.out), at.lse(partial.lse))
+            kernel = cast(WritingKernel, self.kernel)
+            kernel.forward_into(q, k, v, step.window, self.scale, into)
+            return
+        out, lse = self.kernel.forward(q, k, v, step.window, self.scale)
+        out = at.unquery(out, q_TZNH.shape[1])
+        lse = at.unquery(lse.transpose(1, 2)[..., None], q_TZNH.shape[1])[..., 0]
+        merge_rows(partial.out, partial.lse, step.rows, out, lse)
+
+    def _small_forward(self, step: Step, q: Tensor, keys: Spaces, partial: Partial) -> None:
         from megatron_bp.attention import triton_small as small
 
-        rows = at.step.rows
-        small.forward_into(
-            read_rows(q_TZNH, rows),
-            _small_keys(at, keys),
-            at.step.window,
-            self.scale,
-            (read_rows(partial.out, rows), read_rows(partial.lse, rows)),
-            store=rows.store,
-        )
+        todo = _small_problems(step, q.device)
+        into = (partial.out, partial.lse)
+        small.forward_into(q, small.Keys(*keys), todo, self.scale, into, store=step.rows.store)
 
     def backward(
         self,
@@ -167,64 +164,114 @@ class NativeRun:
         grads: tuple[Tensor, Spaces],
     ) -> None:
         """Adds the steps' gradients to `grads` (dq, key spaces), in place."""
+        for step in _one_by_one(steps, saved[0]):
+            run = self._small_backward if _is_small(step, saved[0]) else self._backward
+            run(step, dout_TZNH, saved, grads)
+
+    def _backward(
+        self,
+        step: Step,
+        dout_TZNH: Tensor,
+        saved: tuple[Tensor, Spaces, Partial],
+        grads: tuple[Tensor, Spaces],
+    ) -> None:
         q, keys, partial = saved
         dq, dkeys = grads
-        for step in steps:
-            at = _Problems(step, keys[0].k.shape[2])
-            if _is_small(at, q):
-                self._small_backward(at, dout_TZNH, saved, grads)
-                continue
-            k, v = at.key(keys, 0), at.key(keys, 1)
-            local = Saved(at.query(q), k, v, at.query(partial.out), at.lse(partial.lse))
-            dout = at.query(dout_TZNH)
-            if self.kernel.caps.writes and at.kernel_may_write(q.shape[1]):
-                kernel = cast(WritingKernel, self.kernel)
-                dk, dv = kernel.backward_into(dout, local, step.window, self.scale, at.query(dq))
-            else:
-                dq_part, dk, dv = self.kernel.backward(dout, local, step.window, self.scale)
-                part = at.unquery(dq_part, q.shape[1]).flatten(-2)
-                add_rows((dq.unflatten(2, (at.num_kv_heads, -1)).flatten(-2),), step.rows, (part,))
-            dk, dv = (x.unflatten(0, (-1, q.shape[1])).transpose(1, 2) for x in (dk, dv))
-            at.add_keys(dkeys, dk, dv)
+        at = _Problems(step, keys[0].k.shape[2])
+        k, v = at.key(keys, 0), at.key(keys, 1)
+        local = Saved(at.query(q), k, v, at.query(partial.out), at.lse(partial.lse))
+        dout = at.query(dout_TZNH)
+        if self.kernel.caps.writes and at.kernel_may_write(q.shape[1]):
+            kernel = cast(WritingKernel, self.kernel)
+            dk, dv = kernel.backward_into(dout, local, step.window, self.scale, at.query(dq))
+        else:
+            dq_part, dk, dv = self.kernel.backward(dout, local, step.window, self.scale)
+            part = at.unquery(dq_part, q.shape[1]).flatten(-2)
+            add_rows((dq.unflatten(2, (at.num_kv_heads, -1)).flatten(-2),), step.rows, (part,))
+        dk, dv = (x.unflatten(0, (-1, q.shape[1])).transpose(1, 2) for x in (dk, dv))
+        at.add_keys(dkeys, dk, dv)
 
     def _small_backward(
         self,
-        at: _Problems,
+        step: Step,
         dout_TZNH: Tensor,
         saved: tuple[Tensor, Spaces, Partial],
         grads: tuple[Tensor, Spaces],
     ) -> None:
         from megatron_bp.attention import triton_small as small
 
-        (q, keys, partial), rows = saved, at.step.rows
-        dk, dv = small.backward_into(
-            small.Rows(*(read_rows(x, rows) for x in (q, partial.out, partial.lse, dout_TZNH))),
-            _small_keys(at, keys),
-            at.step.window,
+        (q, keys, partial), (dq, dkeys) = saved, grads
+        clean, own, far = _small_runs(step)
+        stores = small.Stores(step.rows.store, _stores(clean), _stores(own), _apart(clean))
+        left = small.backward_into(
+            small.Rows(q, partial.out, partial.lse, dout_TZNH),
+            small.Keys(*keys),
+            _small_problems(step, q.device),
             self.scale,
-            read_rows(grads[0], rows),
-            store=rows.store,
+            (dq, small.Keys(*dkeys)),
+            stores,
         )
-        at.add_keys(grads[1], dk, dv)
+        for runs, values in zip((clean, far), left, strict=True):
+            for run in runs if values[0].shape[1] else ():
+                add_rows(tuple(dkeys[KeySpace.CLEAN]), run, values)
 
 
-def _is_small(at: _Problems, q_TZNH: Tensor) -> bool:
-    """Whether a step is for the small-problem kernel: blocks on a GPU, written in place."""
-    step = at.step
-    if not q_TZNH.is_cuda or step.joined or not at.in_place or len(step.keys) > 2:
+SmallRuns = tuple[tuple[Runs, ...], tuple[Runs, ...], tuple[Runs, ...]]
+
+
+def _small_runs(step: Step) -> SmallRuns:
+    """The clean run, the own run and the far end of a step's problems; empty where absent."""
+    clean = tuple(runs for space, runs in step.keys if space is KeySpace.CLEAN)
+    own = tuple(runs for space, runs in step.keys if space is KeySpace.OWN)
+    return clean, own, tuple(runs for far in step.far for _, runs in far.keys)
+
+
+def _stores(runs: tuple[Runs, ...]) -> bool:
+    return all(x.store for x in runs)
+
+
+def _apart(runs: tuple[Runs, ...]) -> bool:
+    """Whether no two problems have the same rows, so that a kernel may add to them."""
+    return all(len(x.rounds) == 1 and not x.pieces for x in runs)
+
+
+def _one_by_one(steps: Iterable[Step], q_TZNH: Tensor) -> Iterable[Step]:
+    """The steps, far ends by themselves unless the small-problem kernel takes them along."""
+    for step in steps:
+        if not step.far or _is_small(step, q_TZNH):
+            yield step
+        else:
+            yield from (step.alone, *step.far)
+
+
+def _is_small(step: Step, q_TZNH: Tensor) -> bool:
+    """Whether a step is for the small-problem kernel: blocks on a GPU, rows and keys apart."""
+    shared = any(x.joined or x.folded for x in (step, *step.far))
+    if not _runs_small(q_TZNH) or shared:
         return False
     from megatron_bp.attention import triton_small as small
 
-    return small.fits(step.rows.length, step.num_keys, q_TZNH.shape[-1], q_TZNH.dtype)
+    clean, own, far = _small_runs(step)
+    keys = sum(x.length for x in (*clean, *own, *far))
+    one_each = max(len(clean), len(own), len(far)) <= 1 and _apart((step.rows, *own))
+    return one_each and small.fits(step.rows.length, keys, q_TZNH.shape[-1])
 
 
-def _small_keys(at: _Problems, keys: Spaces) -> Any:
-    """The key runs of a step; without a second run, an empty part of the first."""
+def _runs_small(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+@lru_cache(maxsize=8192)
+def _small_problems(step: Step, device: torch.device) -> Any:
+    """A step as the small-problem kernel takes it."""
     from megatron_bp.attention import triton_small as small
 
-    k, v = at.key_parts(keys, 0), at.key_parts(keys, 1)
-    second = (k[1], v[1]) if len(k) == 2 else (k[0][:, :0], v[0][:, :0])
-    return small.KeyParts((k[0], v[0]), second)
+    runs = _small_runs(step)
+    absent = np.zeros_like(step.rows.starts)
+    starts = np.stack([step.rows.starts, *(x[0].starts if x else absent for x in runs)])
+    lengths = tuple(x[0].length if x else 0 for x in runs)
+    on_device = torch.from_numpy(starts).to(device)
+    return small.Problems(on_device, step.rows.length, lengths, step.window)  # type: ignore[arg-type]
 
 
 def clear_gaps(tensors: Iterable[Tensor], todo: Pass, space: KeySpace) -> None:

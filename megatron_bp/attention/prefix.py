@@ -185,10 +185,14 @@ def shares_keys(launch: Launch) -> bool:
 
 MOST_PARTS = 4
 """A launch is cut into evenly spaced ones only if few come out; more launches cost more time."""
+SMALL = 64
+"""Problems of at most so many rows and keys may lie anywhere: a kernel of our own runs them."""
 
 
 def _evenly_spaced(launch: Launch) -> list[Launch]:
     """The launch, cut so that rows and keys of each part are evenly spaced and need no gather."""
+    if max(launch.num_rows, launch.num_keys) <= SMALL:
+        return [launch]
     columns = np.stack([launch.rows, *(run.starts for run in launch.keys)])
     jumps = np.flatnonzero((np.diff(columns, n=2) != 0).any(0)) + 1
     cuts: list[int] = []

@@ -6,7 +6,7 @@ Specified by tests/attention/test_schedule.py.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_bp.attention.contract import Cut, Window
 from megatron_bp.attention.prefix import native_launches, shares_keys
+from megatron_bp.attention.windows import is_far_end
 from megatron_bp.layout.decomposition import KeySpace, Launch, Phase
 from megatron_bp.layout.plan import RankPlan
 
@@ -57,6 +58,9 @@ class Runs:
 class Step:
     """One launch. Problems that read the same keys become one problem: by more rows if nothing is
     masked (`joined`), else by more query heads for each key/value head (`folded`).
+
+    `far` holds the step of the far ends of the same blocks' windows, if there is one: it runs next,
+    or in the same kernel where one can do both.
     """
 
     rows: Runs
@@ -64,6 +68,12 @@ class Step:
     window: Window
     joined: bool
     folded: bool
+    far: tuple["Step", ...] = ()
+
+    @cached_property
+    def alone(self) -> "Step":
+        """The same step without `far`."""
+        return replace(self, far=())
 
     @property
     def num_keys(self) -> int:
@@ -74,6 +84,10 @@ class Step:
 Gaps = tuple[tuple[int, int], ...]
 MOST_PIECES = 4
 """A run is cut into at most so many pieces; more launches cost more than adding to zeros."""
+MOST_BLOCK_ROWS = 256
+"""Rows of a block that a kernel may run together with the far end of its window."""
+FEWEST_ROWS = 1024
+"""Shorter runs are not cut: zeroing them costs less."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +134,7 @@ class _Rows:
         rounds = disjoint_rounds(starts, length)
         index = (starts[:, None] + np.arange(length)).ravel()
         store = len(rounds) == 1 and not self.touched[index].any()
-        cut = in_pieces and not store and len(starts) == 1
+        cut = in_pieces and not store and len(starts) == 1 and length >= FEWEST_ROWS
         pieces = self._pieces(int(starts[0]), length) if cut else ()
         if store:
             self.stored[index] = True
@@ -171,26 +185,52 @@ def _make_pass(plan: RankPlan, first_row: int, launches: Iterable[tuple[Phase, L
         KeySpace.OWN: _Rows(len(plan.own_coordinate)),
     }
     steps: dict[Phase, list[Step]] = {phase: [] for phase in Phase}
-    for phase, launch in launches:
+
+    def step(launch: Launch, far: tuple[Launch, ...]) -> Step:
         shared = shares_keys(launch)
         unmasked = launch.left < 0 and launch.right < 0
         written = []
         for run in launch.keys:
             starts = run.starts[:1] if shared else run.starts
             written.append((run.space, keys[run.space].write(starts, run.length, in_pieces=True)))
-        step = Step(
+        return Step(
             rows.write(launch.rows - first_row, launch.num_rows, in_pieces=False),
             tuple(written),
             Window(launch.left, launch.right),
             joined=shared and unmasked,
             folded=shared and not unmasked,
+            far=tuple(step(x, ()) for x in far),
         )
-        steps[phase].append(step)
+
+    for phase, launch, far in _with_far_ends(launches):
+        steps[phase].append(step(launch, far))
     return Pass(
         {phase: tuple(steps[phase]) for phase in Phase},
         rows.gaps(),
         {space: found.gaps() for space, found in keys.items()},
     )
+
+
+def _with_far_ends(
+    launches: Iterable[tuple[Phase, Launch]],
+) -> list[tuple[Phase, Launch, tuple[Launch, ...]]]:
+    """The launches with their phases; far ends of windows go with the blocks that they end.
+
+    A far end is a square causal launch whose rows are the last ones of another launch's problems.
+    """
+    found: list[tuple[Phase, Launch, tuple[Launch, ...]]] = []
+    place: dict[tuple[Phase, bytes], int] = {}
+    for phase, launch in launches:
+        ends = phase, (launch.rows + launch.num_rows).tobytes()
+        at = place.get(ends, -1)
+        if at >= 0 and is_far_end(launch) and launch.num_rows < found[at][1].num_rows:
+            found[at] = (*found[at][:2], (launch,))
+            del place[ends]
+            continue
+        if launch.num_rows <= MOST_BLOCK_ROWS and not is_far_end(launch):
+            place[ends] = len(found)
+        found.append((phase, launch, ()))
+    return found
 
 
 def _backward_order(plan: RankPlan, launches: tuple[Launch, ...]) -> list[Launch]:

@@ -1,10 +1,13 @@
 """Attention of many small problems: what is left around each block, in one Triton kernel a pass.
 
 A vendor kernel spends a whole tile on a block of 32 rows. Here the query heads of a key/value head
-share a tile, keys come straight from up to two buffers (the previous clean block, the own block),
-and the result is merged into its rows (or added to dq) in the same pass.
-Letters: X problems, Q rows, Z samples, N query heads, M key/value heads, K keys, H head size.
-Specified by tests/attention/test_small.py (interpreted on CPU) and test_gpu_small.py.
+share a tile; rows and keys are found by the first row of each run, so problems may lie anywhere;
+keys come straight from up to three runs (the previous clean block, the own block, the far end of
+the window), and the result is merged into its rows in the same pass. A backward adds dq and the
+gradients of the first two runs to their rows; the far end's would race with other problems' and
+are returned.
+Letters: X problems, T query rows, S key rows, Z samples, N query heads, M key/value heads, H head
+size. Specified by tests/attention/test_small.py (interpreted on CPU) and test_gpu_small.py.
 """
 
 from typing import NamedTuple
@@ -22,72 +25,85 @@ MAX_ROWS = 256
 TILE_ROWS = 64
 
 
-class KeyParts(NamedTuple):
-    """Keys and values of a problem, as one or two runs [X, K, Z, M, H]; the second may be empty."""
+class Problems(NamedTuple):
+    """X problems of `num_rows` rows and up to three key runs; a run of length 0 is absent.
 
-    first: tuple[Tensor, Tensor]
-    second: tuple[Tensor, Tensor]
+    `starts` int64 [4, X]: first local row, then first key row in the clean, own and again the clean
+    buffer. The first two runs are seen under `window`, bottom right aligned, as one run; the last
+    `lengths[2]` rows see the third run, the far end, causally.
+    """
 
-    @property
-    def num_keys(self) -> int:
-        """K of both runs."""
-        return self.first[0].shape[1] + self.second[0].shape[1]
+    starts: Tensor
+    num_rows: int
+    lengths: tuple[int, int, int]
+    window: Window
 
 
-def fits(num_rows: int, num_keys: int, head_size: int, dtype: torch.dtype) -> bool:
+class Keys(NamedTuple):
+    """Keys and values (or their gradients) of the clean and own buffers, each [S, Z, M, H]."""
+
+    clean: tuple[Tensor, Tensor]
+    own: tuple[Tensor, Tensor]
+
+
+def fits(num_rows: int, num_keys: int, head_size: int) -> bool:
     """Whether problems of this shape are small enough."""
     tile = max(triton.next_power_of_2(num_keys), 16) * max(triton.next_power_of_2(head_size), 16)
-    return tile <= MAX_TILE and num_rows <= MAX_ROWS and dtype in (torch.bfloat16, torch.float16)
+    return tile <= MAX_TILE and num_rows <= MAX_ROWS
 
 
 @triton.jit
-def _visible(a, c, num_rows, num_keys, left, right):  # type: ignore[no-untyped-def]
+def _visible(a, c, num_rows, near, far, left, right):  # type: ignore[no-untyped-def]
     """Which of the keys c [1, C] the rows a [R, 1] see; -1 is unbounded."""
-    at = a + num_keys - num_rows
-    seen = (c < num_keys) & (a < num_rows)
-    seen = seen & ((left < 0) | (c >= at - left))
-    return seen & ((right < 0) | (c <= at + right))
+    at = a + near - num_rows
+    seen = (c < near) & ((left < 0) | (c >= at - left)) & ((right < 0) | (c <= at + right))
+    far_seen = (c >= near) & (c < near + far) & (c - near <= a + far - num_rows)
+    return (a < num_rows) & (seen | far_seen)
 
 
 @triton.jit
 def _load_keys(  # type: ignore[no-untyped-def]
-    ptr, ptr2, x, z, m, c, h, split, num_keys, size, s_x, s_k, s_z, s_m, t_x, t_k, t_z, t_m
+    ptr, ptr2, first, own, last, z, m, c, h, split, near, far, size, s_k, s_z, s_m, t_k, t_z, t_m
 ):
-    """Rows c of the two runs [first ; second], zero beyond them."""
+    """Rows c of the runs [clean ; own ; far end], zero beyond them."""
     inside = (h < size)[None, :]
-    at = ptr + x * s_x + z * s_z + m * s_m + c[:, None] * s_k + h[None, :]
-    at2 = ptr2 + x * t_x + z * t_z + m * t_m + (c[:, None] - split) * t_k + h[None, :]
-    late = c[:, None] >= split
-    first = tl.load(at, mask=inside & ~late, other=0.0)
-    second = tl.load(at2, mask=inside & late & (c[:, None] < num_keys), other=0.0)
-    return tl.where(late, second, first)
+    mine = ((c >= split) & (c < near))[:, None]
+    clean = ((c < split) | ((c >= near) & (c < near + far)))[:, None]
+    row = tl.where(c < split, first + c, last + c - near)[:, None]
+    a = tl.load(ptr + row * s_k + z * s_z + m * s_m + h[None, :], mask=inside & clean, other=0.0)
+    row = (own + c - split)[:, None]
+    b = tl.load(ptr2 + row * t_k + z * t_z + m * t_m + h[None, :], mask=inside & mine, other=0.0)
+    return tl.where(mine, b, a)
 
 
 @triton.jit
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, k2_ptr, v2_ptr, out_ptr, lse_ptr,
-    samples, num_rows, split, num_keys, group, size, scale, left, right,
-    q_x, q_q, q_z, q_n, k_x, k_k, k_z, k_m, k2_x, k2_k, k2_z, k2_m,
-    o_x, o_q, o_z, o_n, l_x, l_q, l_z, l_n,
+    starts_ptr, q_ptr, k_ptr, v_ptr, k2_ptr, v2_ptr, out_ptr, lse_ptr,
+    problems, samples, num_rows, split, near, far, group, size, scale, left, right,
+    q_q, q_z, q_n, k_k, k_z, k_m, k2_k, k2_z, k2_m, o_q, o_z, o_n, l_q, l_z, l_n,
     STORE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    problem, m = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    x, z = problem // samples, problem % samples
+    problem, m = tl.program_id(0), tl.program_id(1)
+    x, z = problem // samples, (problem % samples).to(tl.int64)
+    row = tl.load(starts_ptr + x)
+    first, own = tl.load(starts_ptr + problems + x), tl.load(starts_ptr + 2 * problems + x)
+    last = tl.load(starts_ptr + 3 * problems + x)
     r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     a, n = r // group, m * group + r % group
     c, h = tl.arange(0, KEYS), tl.arange(0, SIZE)
     keep = a < num_rows
     keep2 = keep[:, None] & (h < size)[None, :]
-    q_at = q_ptr + x * q_x + z * q_z + a[:, None] * q_q + n[:, None] * q_n + h[None, :]
+    t = row + a
+    q_at = q_ptr + t[:, None] * q_q + z * q_z + n[:, None] * q_n + h[None, :]
     q = tl.load(q_at, mask=keep2, other=0.0)
-    k = _load_keys(k_ptr, k2_ptr, x, z, m, c, h, split, num_keys, size,
-                   k_x, k_k, k_z, k_m, k2_x, k2_k, k2_z, k2_m)  # fmt: skip
-    v = _load_keys(v_ptr, v2_ptr, x, z, m, c, h, split, num_keys, size,
-                   k_x, k_k, k_z, k_m, k2_x, k2_k, k2_z, k2_m)  # fmt: skip
-    seen = _visible(a[:, None], c[None, :], num_rows, num_keys, left, right)
+    k = _load_keys(k_ptr, k2_ptr, first, own, last, z, m, c, h, split, near, far, size,
+                   k_k, k_z, k_m, k2_k, k2_z, k2_m)  # fmt: skip
+    v = _load_keys(v_ptr, v2_ptr, first, own, last, z, m, c, h, split, near, far, size,
+                   k_k, k_z, k_m, k2_k, k2_z, k2_m)  # fmt: skip
+    seen = _visible(a[:, None], c[None, :], num_rows, near, far, left, right)
     s = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
-    o_at = out_ptr + x * o_x + z * o_z + a[:, None] * o_q + n[:, None] * o_n + h[None, :]
-    l_at = lse_ptr + x * l_x + z * l_z + a * l_q + n * l_n
+    o_at = out_ptr + t[:, None] * o_q + z * o_z + n[:, None] * o_n + h[None, :]
+    l_at = lse_ptr + t * l_q + z * l_z + n * l_n
     top = tl.max(s, 1)
     if not STORE:
         old = tl.load(l_at, mask=keep, other=float("-inf"))
@@ -108,104 +124,126 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _put(ptr, row, z, m, h, value, keep, size, s_k, s_z, s_m, STORE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes the rows of `value` that are kept, or adds them to what is there."""
+    at = ptr + row[:, None] * s_k + z * s_z + m * s_m + h[None, :]
+    keep2 = keep[:, None] & (h < size)[None, :]
+    if not STORE:
+        value += tl.load(at, mask=keep2, other=0.0).to(tl.float32)
+    tl.store(at, value.to(ptr.dtype.element_ty), mask=keep2)
+
+
+@triton.jit
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, k2_ptr, v2_ptr, out_ptr, lse_ptr, dout_ptr, dq_ptr, dk_ptr, dv_ptr,
-    samples, num_rows, split, num_keys, group, size, scale, left, right,
-    q_x, q_q, q_z, q_n, k_x, k_k, k_z, k_m, k2_x, k2_k, k2_z, k2_m,
-    o_x, o_q, o_z, o_n, l_x, l_q, l_z, l_n, g_x, g_q, g_z, g_n, d_x, d_q, d_z, d_n,
-    dk_x, dk_k, dk_z, dk_m,
-    STORE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
+    starts_ptr, q_ptr, k_ptr, v_ptr, k2_ptr, v2_ptr, out_ptr, lse_ptr, dout_ptr, dq_ptr,
+    dk_ptr, dv_ptr, dk2_ptr, dv2_ptr, dk3_ptr, dv3_ptr,
+    problems, samples, num_rows, split, near, far, group, size, scale, left, right,
+    q_q, q_z, q_n, k_k, k_z, k_m, k2_k, k2_z, k2_m, o_q, o_z, o_n, l_q, l_z, l_n,
+    g_q, g_z, g_n, d_q, d_z, d_n, e_k, e_z, e_m, e2_k, e2_z, e2_m, e3_k, e3_z, e3_m,
+    STORE: tl.constexpr, DIRECT: tl.constexpr, CLEAN: tl.constexpr, OWN: tl.constexpr,
+    FAR: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """All rows of one problem, sample and key/value head; see kernels/dense.py for the formula."""
-    problem, m = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    x, z = problem // samples, problem % samples
+    problem, m = tl.program_id(0), tl.program_id(1)
+    x, z = problem // samples, (problem % samples).to(tl.int64)
+    row = tl.load(starts_ptr + x)
+    first, own = tl.load(starts_ptr + problems + x), tl.load(starts_ptr + 2 * problems + x)
+    last = tl.load(starts_ptr + 3 * problems + x)
     c, h = tl.arange(0, KEYS), tl.arange(0, SIZE)
-    k = _load_keys(k_ptr, k2_ptr, x, z, m, c, h, split, num_keys, size,
-                   k_x, k_k, k_z, k_m, k2_x, k2_k, k2_z, k2_m)  # fmt: skip
-    v = _load_keys(v_ptr, v2_ptr, x, z, m, c, h, split, num_keys, size,
-                   k_x, k_k, k_z, k_m, k2_x, k2_k, k2_z, k2_m)  # fmt: skip
+    k = _load_keys(k_ptr, k2_ptr, first, own, last, z, m, c, h, split, near, far, size,
+                   k_k, k_z, k_m, k2_k, k2_z, k2_m)  # fmt: skip
+    v = _load_keys(v_ptr, v2_ptr, first, own, last, z, m, c, h, split, near, far, size,
+                   k_k, k_z, k_m, k2_k, k2_z, k2_m)  # fmt: skip
     dk = tl.zeros((KEYS, SIZE), dtype=tl.float32)
     dv = tl.zeros((KEYS, SIZE), dtype=tl.float32)
-    for first in range(0, num_rows * group, ROWS):
-        r = first + tl.arange(0, ROWS)
+    for start in range(0, num_rows * group, ROWS):
+        r = start + tl.arange(0, ROWS)
         a, n = r // group, m * group + r % group
         keep = a < num_rows
         keep2 = keep[:, None] & (h < size)[None, :]
-        a2, n2, h2 = a[:, None], n[:, None], h[None, :]
-        q = tl.load(q_ptr + x * q_x + z * q_z + a2 * q_q + n2 * q_n + h2, mask=keep2, other=0.0)
-        g = tl.load(dout_ptr + x * g_x + z * g_z + a2 * g_q + n2 * g_n + h2, mask=keep2, other=0.0)
-        o = tl.load(out_ptr + x * o_x + z * o_z + a2 * o_q + n2 * o_n + h2, mask=keep2, other=0.0)
-        lse = tl.load(lse_ptr + x * l_x + z * l_z + a * l_q + n * l_n, mask=keep, other=0.0)
+        t = row + a
+        t2, n2, h2 = t[:, None], n[:, None], h[None, :]
+        q = tl.load(q_ptr + t2 * q_q + z * q_z + n2 * q_n + h2, mask=keep2, other=0.0)
+        g = tl.load(dout_ptr + t2 * g_q + z * g_z + n2 * g_n + h2, mask=keep2, other=0.0)
+        o = tl.load(out_ptr + t2 * o_q + z * o_z + n2 * o_n + h2, mask=keep2, other=0.0)
+        lse = tl.load(lse_ptr + t * l_q + z * l_z + n * l_n, mask=keep, other=0.0)
         delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
-        seen = _visible(a[:, None], c[None, :], num_rows, num_keys, left, right)
+        seen = _visible(a[:, None], c[None, :], num_rows, near, far, left, right)
         s = tl.dot(q, tl.trans(k)) * scale
         p = tl.where(seen, tl.exp(s - lse[:, None]), 0.0)
         dv += tl.dot(tl.trans(p.to(g.dtype)), g)
         ds = (p * (tl.dot(g, tl.trans(v)) - delta[:, None]) * scale).to(q.dtype)
         dk += tl.dot(tl.trans(ds), q)
         dq = tl.dot(ds, k)
-        d_at = dq_ptr + x * d_x + z * d_z + a2 * d_q + n2 * d_n + h2
+        d_at = dq_ptr + t2 * d_q + z * d_z + n2 * d_n + h2
         if not STORE:
             dq += tl.load(d_at, mask=keep2, other=0.0).to(tl.float32)
         tl.store(d_at, dq.to(dq_ptr.dtype.element_ty), mask=keep2)
-    inside = (c < num_keys)[:, None] & (h < size)[None, :]
-    at = x * dk_x + z * dk_z + m * dk_m + c[:, None] * dk_k + h[None, :]
-    tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=inside)
-    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=inside)
+    at = first + c if DIRECT else x.to(tl.int64) * split + c
+    _put(dk_ptr, at, z, m, h, dk, c < split, size, e_k, e_z, e_m, CLEAN)
+    _put(dv_ptr, at, z, m, h, dv, c < split, size, e_k, e_z, e_m, CLEAN)
+    at, keep = own + c - split, (c >= split) & (c < near)
+    _put(dk2_ptr, at, z, m, h, dk, keep, size, e2_k, e2_z, e2_m, OWN)
+    _put(dv2_ptr, at, z, m, h, dv, keep, size, e2_k, e2_z, e2_m, OWN)
+    if FAR:
+        at, keep = x.to(tl.int64) * far + c - near, (c >= near) & (c < near + far)
+        _put(dk3_ptr, at, z, m, h, dk, keep, size, e3_k, e3_z, e3_m, True)
+        _put(dv3_ptr, at, z, m, h, dv, keep, size, e3_k, e3_z, e3_m, True)
 
 
-def _sizes(q_XQZNH: Tensor, keys: KeyParts) -> tuple[int, int, int, int, int, int]:
+def _sizes(q_TZNH: Tensor, keys: Keys, todo: Problems) -> tuple[int, ...]:
     (k, v), (k2, v2) = keys
     assert (k.stride(), k2.stride()) == (v.stride(), v2.stride()), "k and v must lie alike"
-    assert q_XQZNH.stride(-1) == k.stride(-1) == k2.stride(-1) == 1, "heads must be contiguous"
-    _, rows, samples, heads, size = q_XQZNH.shape
-    return samples, rows, k.shape[1], keys.num_keys, heads // k.shape[3], size
+    assert q_TZNH.stride(-1) == k.stride(-1) == k2.stride(-1) == 1, "heads must be contiguous"
+    _, samples, heads, size = q_TZNH.shape
+    clean, own, far = todo.lengths
+    problems = todo.starts.shape[1]
+    return problems, samples, todo.num_rows, clean, clean + own, far, heads // k.shape[2], size
 
 
-def _tiles(num_keys: int, size: int) -> dict[str, int]:
-    return {
-        "ROWS": TILE_ROWS,
-        "KEYS": max(triton.next_power_of_2(num_keys), 16),
-        "SIZE": max(triton.next_power_of_2(size), 16),
-    }
+def _tiles(todo: Problems, size: int) -> dict[str, int]:
+    keys = max(triton.next_power_of_2(sum(todo.lengths)), 16)
+    wide = max(triton.next_power_of_2(size), 16)
+    return {"ROWS": TILE_ROWS, "KEYS": keys, "SIZE": wide}
 
 
 def forward_into(
-    q_XQZNH: Tensor,
-    keys: KeyParts,
-    window: Window,
+    q_TZNH: Tensor,
+    keys: Keys,
+    todo: Problems,
     scale: float,
     into: tuple[Tensor, Tensor],
     *,
     store: bool,
 ) -> None:
-    """Merges the problems' output and LSE into `into` ([X, Q, Z, N, H] and [X, Q, Z, N])."""
+    """Merges the problems' output and LSE into their rows of `into` ([T, Z, N, H], [T, Z, N])."""
     out, lse = into
-    sizes = _sizes(q_XQZNH, keys)
-    samples, rows, _, num_keys, group, size = sizes
-    grid = (len(q_XQZNH) * samples, keys.first[0].shape[3], triton.cdiv(rows * group, TILE_ROWS))
+    sizes = _sizes(q_TZNH, keys, todo)
+    problems, samples, rows, *_, group, size = sizes
+    grid = (problems * samples, keys.clean[0].shape[2], triton.cdiv(rows * group, TILE_ROWS))
     _forward_kernel[grid](
-        q_XQZNH,
-        *keys.first,
-        *keys.second,
+        todo.starts,
+        q_TZNH,
+        *keys.clean,
+        *keys.own,
         out,
         lse,
         *sizes,
         scale,
-        *window,
-        *q_XQZNH.stride()[:4],
-        *keys.first[0].stride()[:4],
-        *keys.second[0].stride()[:4],
-        *out.stride()[:4],
+        *todo.window,
+        *q_TZNH.stride()[:3],
+        *keys.clean[0].stride()[:3],
+        *keys.own[0].stride()[:3],
+        *out.stride()[:3],
         *lse.stride(),
         STORE=store,
-        **_tiles(num_keys, size),
+        **_tiles(todo, size),
         num_warps=4 if size <= 128 else 8,
     )
 
 
 class Rows(NamedTuple):
-    """Query-side tensors of a backward: [X, Q, Z, N, H], the LSE [X, Q, Z, N]."""
+    """Query-side tensors of a backward: [T, Z, N, H], the LSE [T, Z, N]."""
 
     q: Tensor
     out: Tensor
@@ -213,39 +251,79 @@ class Rows(NamedTuple):
     dout: Tensor
 
 
+class Stores(NamedTuple):
+    """Which results overwrite their rows instead of adding; `direct`: clean ones have rows."""
+
+    rows: bool
+    clean: bool
+    own: bool
+    direct: bool
+
+
 def backward_into(
-    rows: Rows, keys: KeyParts, window: Window, scale: float, dq_XQZNH: Tensor, *, store: bool
-) -> tuple[Tensor, Tensor]:
-    """Adds to dq; returns dk and dv of both runs together, [X, K, Z, M, H]."""
-    sizes = _sizes(rows.q, keys)
-    samples, _, _, num_keys, _, size = sizes
-    like = keys.first[0]
-    shape = (len(rows.q), num_keys, samples, like.shape[3], size)
-    dk, dv = (torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2))
-    _backward_kernel[(len(rows.q) * samples, like.shape[3])](
+    rows: Rows,
+    keys: Keys,
+    todo: Problems,
+    scale: float,
+    grads: tuple[Tensor, Keys],
+    store: Stores,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Adds to dq and to the key gradients of the first two runs.
+
+    Returns dk and dv, each [X, K, Z, M, H], of the runs that were not added: the clean run if not
+    `store.direct`, and the far end; empty where there is no such run.
+    """
+    sizes = _sizes(rows.q, keys, todo)
+    problems, samples, *_, size = sizes
+    dq, into = grads
+    clean = keys.clean[0]
+
+    def apart(length: int) -> tuple[Tensor, Tensor]:
+        shape = (problems * length, samples, clean.shape[2], size)
+        dk, dv = (torch.empty(shape, dtype=clean.dtype, device=clean.device) for _ in range(2))
+        return dk, dv
+
+    first = into.clean if store.direct else apart(todo.lengths[0])
+    far = apart(todo.lengths[2])
+    tiles = _tiles(todo, size)
+    _backward_kernel[(problems * samples, clean.shape[2])](
+        todo.starts,
         rows.q,
-        *keys.first,
-        *keys.second,
+        *keys.clean,
+        *keys.own,
         rows.out,
         rows.lse,
         rows.dout,
-        dq_XQZNH,
-        dk,
-        dv,
+        dq,
+        *first,
+        *into.own,
+        *far,
         *sizes,
         scale,
-        *window,
-        *rows.q.stride()[:4],
-        *like.stride()[:4],
-        *keys.second[0].stride()[:4],
-        *rows.out.stride()[:4],
+        *todo.window,
+        *rows.q.stride()[:3],
+        *clean.stride()[:3],
+        *keys.own[0].stride()[:3],
+        *rows.out.stride()[:3],
         *rows.lse.stride(),
-        *rows.dout.stride()[:4],
-        *dq_XQZNH.stride()[:4],
-        *dk.stride()[:4],
-        STORE=store,
-        **_tiles(num_keys, size),
-        num_warps=4 if size <= 128 else 8,
+        *rows.dout.stride()[:3],
+        *dq.stride()[:3],
+        *first[0].stride()[:3],
+        *into.own[0].stride()[:3],
+        *far[0].stride()[:3],
+        STORE=store.rows,
+        DIRECT=store.direct,
+        CLEAN=store.clean or not store.direct,
+        OWN=store.own,
+        FAR=todo.lengths[2] > 0,
+        **tiles,
+        num_warps=4 if tiles["KEYS"] * tiles["SIZE"] <= 8192 else 8,
         num_stages=1,  # two turns of the row loop or so: room for more programs instead
     )
-    return dk, dv
+    apart_first = apart(0) if store.direct else first
+
+    def by_problem(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        dk, dv = (x.view(problems, len(x) // problems, *x.shape[1:]) for x in pair)
+        return dk, dv
+
+    return by_problem(apart_first), by_problem(far)

@@ -58,7 +58,9 @@ def _by_block(plan: RankPlan, launches: list[Launch]) -> list[Launch]:
         if x.space is KeySpace.CLEAN:
             ready, slab = available.ready(x.lo, x.hi), available.slab(x.lo, x.hi)
         groups[(x.num_rows, x.space, x.hi - x.lo, x.right, ready, slab)].append(x)
-    return found + [_launch(plan, members, *key[-2:]) for key, members in groups.items()]
+    found += [_launch(plan, members, *key[-2:]) for key, members in groups.items()]
+    # A window's keys come at once: waiting for them all costs less than two launches more.
+    return merge_alike(found, lambda x: ()) if by_window else found
 
 
 def _problems(plan: RankPlan, first_row: int) -> Iterator[_Problem]:
@@ -98,14 +100,33 @@ def _launch(plan: RankPlan, members: list[_Problem], ready: Phase, slab: Phase) 
 
 
 def _later_together(launches: list[Launch]) -> list[Launch]:
-    """The launches, with problems that need only clean keys in one launch at the last phase.
+    """The launches, with problems of one shape in one launch at the last phase.
 
-    The far ends of a window are such problems: splitting them by phase gains nothing, because the
-    large launches wait for the same keys.
+    Near and far ends of a block's window become launches of the same blocks, so that one kernel
+    can run both. Splitting either by phase gains nothing, because the large launches wait for the
+    same keys.
     """
-    clean = [x for x in launches if all(run.space is KeySpace.CLEAN for run in x.keys)]
-    others = [x for x in launches if any(run.space is KeySpace.OWN for run in x.keys)]
-    return [*others, *merge_alike(clean, lambda x: ())]
+    launches = merge_alike(launches, lambda x: ())
+    far = [x for x in launches if is_far_end(x)]
+    near = [x for x in launches if not is_far_end(x)]
+    found: list[Launch] = []
+    for i, end in enumerate(far):
+        mine = [np.isin(x.rows + x.num_rows, end.rows + end.num_rows) for x in near]
+        group = [x for x, ends in zip(near, mine, strict=True) if ends.any()]
+        ready, slab = max(x.ready for x in [end, *group]), max(x.slab for x in [end, *group])
+        far[i] = replace(end, ready=ready, slab=slab)
+        for x, ends in zip(near, mine, strict=True):
+            if ends.any():
+                found.append(replace(x.only(ends), ready=ready, slab=slab))
+        rest = zip(near, mine, strict=True)
+        near = [x.only(~ends) if ends.any() else x for x, ends in rest if not ends.all()]
+    return [*near, *found, *far]
+
+
+def is_far_end(launch: Launch) -> bool:
+    """Whether a launch is the far end of windows: square and causal, so a few rows a block."""
+    square = len(launch.keys) == 1 and launch.num_keys == launch.num_rows
+    return square and (launch.left, launch.right) == (-1, 0)
 
 
 def merge_alike(launches: list[Launch], apart: Callable[[Launch], Hashable]) -> list[Launch]:

@@ -1,14 +1,22 @@
 """A schedule stores each row once, first, and lists the rows that nothing stores."""
 
+from collections.abc import Iterator
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_bp.attention.contract import Cut
-from megatron_bp.attention.schedule import Pass, disjoint_rounds, make_schedule
+from megatron_bp.attention.schedule import Pass, Step, disjoint_rounds, make_schedule
 from megatron_bp.layout.decomposition import KeySpace, Phase
 from megatron_bp.layout.plan import PlanRequest, make_plan
 from tests.layout.test_decomposition import requests
+
+
+def every(steps: tuple[Step, ...]) -> Iterator[Step]:
+    """The steps with the far ends that go with them, in order."""
+    for step in steps:
+        yield from (step, *step.far)
 
 
 def check_stores(todo: Pass, order: list[Phase], num_rows: int) -> None:
@@ -16,7 +24,7 @@ def check_stores(todo: Pass, order: list[Phase], num_rows: int) -> None:
     touched = np.zeros(num_rows, dtype=bool)
     stored = np.zeros(num_rows, dtype=bool)
     for phase in order:
-        for step in todo.steps[phase]:
+        for step in every(todo.steps[phase]):
             rows = (step.rows.starts[:, None] + np.arange(step.rows.length)).ravel()
             if step.rows.store:
                 assert not touched[rows].any()
@@ -54,7 +62,7 @@ def check_key_stores(todo: Pass, space: KeySpace, num_rows: int) -> None:
     """The same for gradients of keys, piece by piece, in backward order."""
     touched, stored = np.zeros(num_rows, dtype=bool), np.zeros(num_rows, dtype=bool)
     for phase in reversed(Phase):
-        for step in todo.steps[phase]:
+        for step in every(todo.steps[phase]):
             for where, runs in step.keys:
                 for _, piece in runs.pieces or ((0, runs),):
                     rows = (piece.starts[:, None] + np.arange(piece.length)).ravel()
@@ -90,3 +98,15 @@ def test_only_keys_that_no_row_sees_are_zeroed() -> None:
             last = plan.visibility.clean_hi.max()
             unseen = len(plan.exchange.buffer_position) - last if not window else 2 * window
             assert sum(hi - lo for lo, hi in todo.key_gaps[KeySpace.CLEAN]) <= unseen
+
+
+def test_both_ends_of_a_window_are_one_step_of_the_same_blocks() -> None:
+    request = PlanRequest(length=512, block_size=8, num_ranks=2, num_clean_shards=2, window=40)
+    for rank in range(2):
+        schedule = make_schedule(make_plan(request, rank), False, Cut.CHUNKS)
+        for todo in (schedule.forward, schedule.backward):
+            steps = [step for phase in Phase for step in todo.steps[phase]]
+            assert not any(step.rows.length == 7 for step in steps)  # no far end by itself
+            (step,) = (step for step in steps if step.far)
+            np.testing.assert_array_equal(step.far[0].rows.starts, step.rows.starts + 1)
+            assert step.rows.num_problems >= 26  # of 32 blocks: the others have no far end

@@ -7,97 +7,131 @@ chosen when Triton is imported.
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_bp.attention.contract import Saved, Window, window_mask
+from megatron_bp.attention import bench, native
+from megatron_bp.attention.contract import Saved, Strategy, Window, window_mask
 from megatron_bp.attention.kernels.dense import attend, attend_backward
 from megatron_bp.attention.merge import merge
 
-# problems, rows, samples, key/value heads, group, head size, keys of the two runs, window
+small = pytest.importorskip("megatron_bp.attention.triton_small")
+
+# problems, rows, samples, key/value heads, group, head size, keys of the three runs, window
 CASES = [
-    (3, 5, 2, 2, 3, 16, (5, 5), Window(4, -1)),  # a block with the block before it
-    (2, 4, 1, 1, 2, 24, (4, 0), Window()),  # an own block alone
-    (2, 7, 1, 2, 1, 16, (7, 0), Window(-1, 0)),  # the far end of a window
-    (1, 3, 2, 1, 4, 8, (2, 3), Window(4, 0)),  # a ragged causal block
+    (3, 5, 2, 2, 3, 16, (5, 5, 0), Window(4, -1)),  # a block with the block before it
+    (2, 4, 1, 1, 2, 24, (0, 4, 0), Window()),  # an own block alone
+    (2, 7, 1, 2, 1, 16, (7, 0, 0), Window(-1, 0)),  # the far end of a window alone
+    (1, 3, 2, 1, 4, 8, (2, 3, 0), Window(4, 0)),  # a ragged causal block
+    (3, 5, 2, 2, 2, 16, (5, 5, 4), Window(4, -1)),  # a block with both ends of its window
+    (2, 5, 1, 1, 2, 16, (4, 5, 2), Window(4, 0)),  # the far end cut short by a document
 ]
 
 
-def check(case: tuple, store: bool, device: str, dtype: torch.dtype, tolerance: float) -> None:
-    """Output, LSE and gradients of one case, with rows beside the problems left alone."""
-    from megatron_bp.attention import triton_small as small
+def mask_of(rows: int, lengths: tuple[int, int, int], window: Window) -> Tensor:
+    """Which keys of the three runs, one after another, each row sees."""
+    near, far = lengths[0] + lengths[1], lengths[2]
+    end = torch.zeros(rows, far, dtype=torch.bool)
+    end[rows - far :] = torch.ones(far, far, dtype=torch.bool).tril()
+    return torch.cat([window_mask(rows, near, window, end.device), end], 1)
 
-    problems, rows, samples, kv_heads, group, size, lengths, window = case
-    heads, generator = kv_heads * group, torch.Generator().manual_seed(5)
+
+def problems_of(case: tuple, device: str) -> tuple[small.Problems, Tensor, list[Tensor]]:
+    """Problems in disorder with gaps between them, and the index of their rows and keys."""
+    count, rows, *_, lengths, window = case
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(2))
+    clean = order * (lengths[0] + 1)
+    starts = torch.stack([order * (rows + 1), clean, order * (lengths[1] + 1), clean + 3])
+    index = [
+        (start[:, None] + torch.arange(length)).to(device)
+        for start, length in zip(starts, (rows, *lengths), strict=True)
+    ]
+    return small.Problems(starts.to(device), rows, lengths, window), index[0], index[1:]
+
+
+def check(
+    case: tuple, store: bool, direct: bool, device: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Output, LSE and gradients of one case, with rows beside the problems left alone."""
+    count, rows, samples, kv_heads, group, size, lengths, window = case
+    todo, at, key_at = problems_of(case, device)
+    num_rows, generator = count * (rows + 1), torch.Generator().manual_seed(5)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    def query() -> Tensor:  # rows with a gap after each problem
-        return draw(problems * (rows + 1), samples, heads, size)
+    def flat(x: Tensor) -> Tensor:  # [X, Q, Z, ...] as the dense kernel takes it
+        return x.transpose(1, 2).flatten(0, 1).float()
 
-    def view(x: Tensor) -> Tensor:
-        return x.unflatten(0, (problems, rows + 1))[:, :rows]
-
-    q, out, dout, dq = query(), query(), query(), query()
-    lse = draw(samples, heads, problems * (rows + 1)).float().permute(2, 0, 1)
+    q, out, dout, dq = (draw(num_rows, samples, kv_heads * group, size) for _ in range(4))
+    lse = draw(samples, kv_heads * group, num_rows).float().permute(2, 0, 1)
     lse[::3] = float("-inf")
     out[::3] = 0
-    packed = [draw(problems, n, samples, 2, kv_heads, size) for n in lengths]
-    parts = small.KeyParts(*((p[:, :, :, 0], p[:, :, :, 1]) for p in packed))
-    k, v = (torch.cat([a, b], 1) for a, b in zip(parts.first, parts.second, strict=True))
-    mask, scale = window_mask(rows, k.shape[1], window, q.device), size**-0.5
-
-    def flat(x: Tensor) -> Tensor:  # [X, Q, Z, ...] as the dense kernel takes it
-        return x.transpose(1, 2).flatten(0, 1)
-
-    part, part_lse = attend(flat(view(q)).float(), flat(k).float(), flat(v).float(), mask, scale)
-    want, want_lse = part, part_lse.transpose(1, 2)
+    both = [draw(40, samples, 2, kv_heads, size) for _ in range(4)]
+    keys, grads = (
+        small.Keys((a[:, :, 0], a[:, :, 1]), (b[:, :, 0], b[:, :, 1]))
+        for a, b in (both[:2], both[2:])
+    )
+    spaces = [(0, key_at[0]), (1, key_at[1]), (0, key_at[2])]
+    k, v = (torch.cat([flat(keys[s][part][i]) for s, i in spaces], 1) for part in range(2))
+    mask, scale = mask_of(rows, lengths, window).to(device), size**-0.5
+    want, part_lse = attend(flat(q[at]), k, v, mask, scale)
+    want_lse = part_lse.transpose(1, 2)
     if store:
-        view(out)[:], view(lse)[:], view(dq)[:] = float("nan"), float("nan"), float("nan")
+        out[at], lse[at], dq[at] = float("nan"), float("nan"), float("nan")
     else:
-        want, want_lse = merge(flat(view(out)).float(), flat(view(lse)), want, want_lse)
+        want, want_lse = merge(flat(out[at]), flat(lse[at]), want, want_lse)
     before = out.clone()
-    small.forward_into(view(q), parts, window, scale, (view(out), view(lse)), store=store)
+    small.forward_into(q, keys, todo, scale, (out, lse), store=store)
     close = {"rtol": tolerance, "atol": tolerance}
-    torch.testing.assert_close(flat(view(out)).float(), want, **close)
-    torch.testing.assert_close(flat(view(lse)), want_lse, rtol=1e-5, atol=1e-5)
-    gap = torch.arange(len(out)) % (rows + 1) == rows
+    torch.testing.assert_close(flat(out[at]), want, **close)
+    torch.testing.assert_close(flat(lse[at]), want_lse, rtol=1e-5, atol=1e-5)
+    gap = torch.ones(num_rows, dtype=torch.bool, device=device)
+    gap[at] = False
     assert torch.equal(out[gap], before[gap])
-    saved = Saved(
-        flat(view(q)).float(),
-        flat(k).float(),
-        flat(v).float(),
-        flat(view(out)).float(),
-        flat(view(lse)).transpose(1, 2),
-    )
-    grads = attend_backward(flat(view(dout)).float(), saved, mask, scale)
-    want_dq = grads[0] if store else grads[0] + flat(view(dq)).float()
-    dk, dv = small.backward_into(
-        small.Rows(view(q), view(out), view(lse), view(dout)),
-        parts,
-        window,
+    saved = Saved(flat(q[at]), k, v, flat(out[at]), flat(lse[at]).transpose(1, 2))
+    exact = attend_backward(flat(dout[at]), saved, mask, scale)
+    want_dq = exact[0] if store else exact[0] + flat(dq[at])
+    wanted = [x.unflatten(0, (count, samples)).transpose(1, 2).split(lengths, 1) for x in exact[1:]]
+    expected = [[x.float() for x in pair] for pair in grads]
+    for part, (clean, own, _) in enumerate(wanted):
+        if direct:
+            expected[0][part][key_at[0]] = clean + (0 if store else expected[0][part][key_at[0]])
+        expected[1][part][key_at[1]] = own + (0 if store else expected[1][part][key_at[1]])
+    if store:
+        for part in range(2):
+            if direct:
+                grads.clean[part][key_at[0]] = float("nan")
+            grads.own[part][key_at[1]] = float("nan")
+    left = small.backward_into(
+        small.Rows(q, out, lse, dout),
+        keys,
+        todo,
         scale,
-        view(dq),
-        store=store,
+        (dq, grads),
+        small.Stores(rows=store, clean=store, own=store, direct=direct),
     )
-    torch.testing.assert_close(flat(view(dq)).float(), want_dq, **close)
-    torch.testing.assert_close(flat(dk).float(), grads[1], **close)
-    torch.testing.assert_close(flat(dv).float(), grads[2], **close)
+    torch.testing.assert_close(flat(dq[at]), want_dq, **close)
+    for part in range(2):
+        torch.testing.assert_close(grads.clean[part].float(), expected[0][part], **close)
+        torch.testing.assert_close(grads.own[part].float(), expected[1][part], **close)
+        torch.testing.assert_close(left[1][part].float(), wanted[part][2], **close)
+        if not direct:
+            torch.testing.assert_close(left[0][part].float(), wanted[part][0], **close)
 
 
 def check_all(device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Every case on `device`."""
     for case in CASES:
-        for store in (False, True):
-            check(case, store, device, dtype, tolerance)
+        for store, direct in product((False, True), repeat=2):
+            check(case, store, direct, device, dtype, tolerance)
 
 
 def test_small_problems_equal_the_dense_kernel_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
     root = Path(__file__).parents[2]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
     done = subprocess.run(
@@ -106,5 +140,22 @@ def test_small_problems_equal_the_dense_kernel_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-if __name__ == "__main__":
+def check_layer(shape: bench.Shape, views: int) -> None:
+    """A rank's whole layer with the kernel in its place, against the dense mask."""
+    for rank in range(2):
+        case = bench.Case(shape, 96, 2, rank, num_views=views)
+        layer = bench.Layer(case, Strategy.NATIVE, "dense")
+        errors = bench.errors(layer, torch.device("cpu"), torch.float32)
+        assert max(errors.values()) < 1e-5, errors
+
+
+def _interpret() -> None:
     check_all("cpu", torch.float32, 1e-5)
+    native._runs_small = lambda _: True
+    for views in (1, 2):
+        check_layer(bench.Shape(4, 2, 16, block_size=8, window=20), views)
+        check_layer(bench.Shape(2, 2, 16, block_size=8), views)
+
+
+if __name__ == "__main__":
+    _interpret()
