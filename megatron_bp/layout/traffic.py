@@ -109,6 +109,19 @@ def context_collectives(run: Run) -> list[Collective]:
     return found
 
 
+def delta_collectives(run: Run) -> list[Collective]:
+    """Chunk maps of delta layers, gathered in forward, again with the layer, and in backward."""
+    found = []
+    for kind, count in run.model.layers:
+        if isinstance(kind.mixer, DeltaNetShape) and run.topology.shards > 1:
+            full = run.policy.recompute in (Recompute.FULL, Recompute.FULL_KEEP_ATTENTION)
+            calls = -(-count * run.num_micro_batches // run.topology.pipeline) * (3 if full else 2)
+            sent = delta_by_scan_bytes(run, kind.mixer)
+            size = run.topology.shards
+            found.append(Collective("chunk maps of delta layers", Axis.SHARDS, size, calls, sent))
+    return found
+
+
 def tensor_collectives(run: Run) -> list[Collective]:
     """All-gathers and reduce-scatters of rows between tensor ranks (sequence parallelism).
 
@@ -181,6 +194,7 @@ def step_traffic(run: Run) -> list[Collective]:
     """Every collective of a step."""
     parts = (
         context_collectives,
+        delta_collectives,
         tensor_collectives,
         pipeline_collectives,
         expert_collectives,
@@ -215,9 +229,9 @@ def delta_by_scan_bytes(run: Run, shape: DeltaNetShape) -> float:
     """Bytes one rank sends for one pass of a delta layer that scans over chunks instead.
 
     Each of a rank's two chunks is the affine map S -> A S + C of a head (fp32 K x K and K x W),
-    gathered by all ranks: 2 * heads * K * (K + W) * 4 * (P - 1) bytes a view. Facts, section 4.
+    gathered by all shards: 2 * heads * K * (K + W) * 4 * (C - 1) bytes. Facts, section 4.
     """
     batch, topology = run.batch, run.topology
     maps = 2 * shape.num_value_heads * shape.key_size * (shape.key_size + shape.value_size) * 4
     streams = batch.micro_batch  # one clean stream serves all views
-    return streams * maps * (topology.context - 1) / topology.tensor
+    return streams * maps * (topology.shards - 1) / topology.tensor

@@ -18,6 +18,7 @@ from megatron_bp.layout.traffic import (
     clean_rows_sent,
     corrupted_rows_sent,
     data_collectives,
+    delta_collectives,
     expert_collectives,
     kv_row_elements,
     pipeline_collectives,
@@ -210,6 +211,7 @@ def predict(run: Run, cluster: Cluster, schedule: Schedule = Schedule.OVERLAPPED
     head = run_head_seconds(run, gpu) * batches
     # A stage with the head is the busiest; the others wait for it.
     sums["head"] = head
+    sums["exposed_context"] += _seconds(delta_collectives(run), cluster, run)
     sums["exposed_tensor"] = _seconds(tensor_collectives(run), cluster, run)
     sums["exposed_expert"] = _seconds(expert_collectives(run), cluster, run)
     busy = sum(sums.values())

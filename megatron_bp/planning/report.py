@@ -68,7 +68,7 @@ def memory_text(candidate: Candidate) -> str:
     return ", ".join(f"{name} {value / GIB:.1f}" for name, value in parts.items())
 
 
-def _differences(step: StepTime, best: StepTime) -> str:
+def differences(step: StepTime, best: StepTime) -> str:
     """The largest parts that a step spends more than the best one."""
     more = {f.name: getattr(step, f.name) - getattr(best, f.name) for f in fields(step)}
     parts = sorted((value, name) for name, value in more.items() if value > 0.01 * best.total)
@@ -88,7 +88,7 @@ def why(found: Found) -> str:
             slower = one.step.total / best.step.total - 1
             run = one.run
             name = describe(run.topology, run.batch.micro_batch, run.policy)
-            reason = "the best" if slower == 0 else _differences(one.step, best.step)
+            reason = "the best" if slower == 0 else differences(one.step, best.step)
             lines.append(f"  {run.topology.mode:9}{100 * slower:+7.1f} %  {name}: {reason}")
     lines.append("ruled out:")
     for refusal in sorted(found.refused, key=lambda r: (-r.count, r.mode)):
