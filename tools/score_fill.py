@@ -6,6 +6,8 @@
 A model may also be the JSON file of an earlier call.
 *Masked-token accuracy*: the share of masked tokens whose likeliest prediction is the original, at
 several mask rates; masks depend on the seed only. All blocks are masked at once, as in training.
+*Restored code*: of whole functions a share of the tokens is masked and sampled, block by block; the
+share of functions that `ast.parse` accepts then.
 *Valid code*: functions are continued after their header and docstring; the share of texts that
 `ast.parse` accepts, one new line at least, without the last one if it is not complete.
 Specified by tests/tools/test_score_fill.py.
@@ -30,20 +32,25 @@ from block_filling import (
     Sampling,
     Semantics,
     allowed_pairs,
+    fill_block,
     generate,
     load,
     read_semantics,
 )
 from generate import stop_ids
 
+RESTORED_TOKENS = range(24, 129)  # shorter functions are Python whatever is put into them
+
 
 @dataclass(frozen=True)
 class Score:
-    """One model's numbers: accuracy by mask rate, and how many continuations are valid code."""
+    """One model's numbers: accuracy by mask rate, and how many texts are valid code."""
 
     model: str
     accuracy: dict[str, float]
     num_masked: dict[str, int]
+    restored_share: float
+    num_restored: int
     valid_share: float
     num_snippets: int
     tokens_per_forward: float
@@ -110,14 +117,66 @@ def headers(source: str) -> Iterator[str]:
         yield textwrap.dedent("".join(lines[node.lineno - 1 : stop]))
 
 
+def functions(source: str) -> Iterator[str]:
+    """The text of each function, at the left margin."""
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            yield textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
+
+
+def restore(decoder: PrefixDecoder, masked: torch.Tensor, how: Sampling) -> torch.Tensor:
+    """The tokens with every mask replaced, block by block after the restored text before it."""
+    size, restored = decoder.rules.block_size, masked.clone()
+    for start in range(0, len(masked), size):
+        block = fill_block(decoder, masked[start : start + size], how, torch.Generator())
+        restored[start : start + size] = block
+        if start + size < len(masked):
+            decoder.extend(block)
+    return restored
+
+
+def is_python(text: str) -> bool:
+    """Whether `ast.parse` accepts the text."""
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
+
+
 def is_valid(prompt: str, written: str) -> bool:
     """Whether prompt and the complete lines of its continuation are Python, one at least."""
     lines = written[: written.rfind("\n") + 1]
-    try:
-        ast.parse(prompt + lines)
-    except (SyntaxError, ValueError):
-        return False
-    return bool(lines.strip())
+    return bool(lines.strip()) and is_python(prompt + lines)
+
+
+def pick(texts: Sequence[str], number: int, seed: int) -> list[str]:
+    """At most `number` of the texts, drawn without regard to anything but the seed."""
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))
+    return [texts[index] for index in order[:number].tolist()]
+
+
+def restored_functions(
+    model: Any, tokenizer: Any, sources: Sequence[str], args: argparse.Namespace, rules: Semantics
+) -> tuple[int, int]:
+    """(functions that are Python after their masked tokens were sampled, functions)."""
+    first = int(rules.logit_alignment == "shifted")
+    how = Sampling(args.steps or rules.block_size, len(tokenizer), args.threshold)
+    whole = pick([text for source in sources for text in functions(source)], 10**9, args.seed)
+    valid = number = 0
+    for text in whole:
+        tokens = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+        # A function nested in strings or decorators may not stand alone: then it says nothing.
+        if len(tokens) not in RESTORED_TOKENS or not is_python(text):
+            continue
+        masked = draw_masks(len(tokens), args.restored_rate, number, first)
+        shown = tokens.masked_fill(masked, rules.mask_token_id)
+        valid += is_python(tokenizer.decode(restore(PrefixDecoder(model, rules), shown, how)))
+        number += 1
+        if number == args.snippets:
+            break
+    return valid, number
 
 
 def score(directory: Path, args: argparse.Namespace) -> Score:
@@ -133,8 +192,7 @@ def score(directory: Path, args: argparse.Namespace) -> Score:
     texts = [encode(source)[: args.length] for source in sources]
     texts = [text for text in texts if len(text) == args.length][: args.max_files]
     prompts = [header for source in sources for header in headers(source)]
-    picked = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(args.seed))
-    prompts = [prompts[index] for index in picked[: args.snippets].tolist()]
+    prompts = pick(prompts, args.snippets, args.seed)
     if not texts or not prompts:
         raise ValueError(
             f"{len(paths)} files: {len(texts)} of {args.length} tokens or more, and "
@@ -147,6 +205,7 @@ def score(directory: Path, args: argparse.Namespace) -> Score:
         f"{rate:.0%}: {right / total:.1%}" for rate, (right, total) in counts.items()
     )
     print(f"{directory.name}: of tokens masked at {shares} are predicted", file=sys.stderr)
+    restored, num_restored = restored_functions(model, tokenizer, sources, args, rules)
     how = Sampling(args.steps or rules.block_size, len(tokenizer), args.threshold)
     valid = new = passes = 0
     for prompt in prompts:
@@ -160,6 +219,8 @@ def score(directory: Path, args: argparse.Namespace) -> Score:
         model=directory.name,
         accuracy={str(rate): right / total for rate, (right, total) in counts.items()},
         num_masked={str(rate): total for rate, (_, total) in counts.items()},
+        restored_share=restored / max(num_restored, 1),
+        num_restored=num_restored,
         valid_share=valid / len(prompts),
         num_snippets=len(prompts),
         tokens_per_forward=new / passes,
@@ -176,12 +237,14 @@ def scores_of(model: Path, args: argparse.Namespace) -> list[Score]:
 def table(scores: Sequence[Score]) -> str:
     """The scores as a Markdown table."""
     rates = list(scores[0].accuracy)
-    heads = [*(f"masked {float(rate):.0%}" for rate in rates), "valid Python", "tokens a forward"]
+    heads = [f"masked {float(rate):.0%}" for rate in rates]
+    heads += ["restored is Python", "continued is Python", "tokens a forward"]
     rows = [["model", *heads], ["---"] * (len(heads) + 1)]
     for one in scores:
         accuracy = [f"{one.accuracy[rate]:.1%}" for rate in rates]
+        restored = f"{one.restored_share:.1%} of {one.num_restored}"
         valid = f"{one.valid_share:.1%} of {one.num_snippets}"
-        rows.append([one.model, *accuracy, valid, f"{one.tokens_per_forward:.2f}"])
+        rows.append([one.model, *accuracy, restored, valid, f"{one.tokens_per_forward:.2f}"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -196,7 +259,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--max-files", type=int, default=16, help="for the accuracy (default %(default)s)")
     add("--length", type=int, default=512, help="tokens of each file (default %(default)s)")
     add("--rates", type=float, nargs="+", default=[0.25, 0.5, 0.75], help="mask rates")
-    add("--snippets", type=int, default=32, help="functions to continue (default %(default)s)")
+    add("--snippets", type=int, default=32, help="functions to restore, and as many to continue")
+    add("--restored-rate", type=float, default=0.25, help="share of their tokens that is masked")
     add("--max-new-tokens", type=int, default=64, help="of each (default %(default)s)")
     add("--steps", type=int, default=0, help="forward passes a block (default: block size)")
     add("--threshold", type=float, default=0.9, help="probability (default %(default)s)")

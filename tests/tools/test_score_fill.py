@@ -105,6 +105,31 @@ def test_headers_end_before_the_first_statement() -> None:
         ast.parse(header + "    pass\n")
 
 
+def test_functions_stand_at_the_left_margin() -> None:
+    found = list(score_fill.functions(SOURCE))
+    assert found[0] == "def short():\n    return 1\n"
+    assert found[2].startswith('def method(self, a,\n           b):\n    """Says')
+    assert all(score_fill.is_python(text) for text in found)
+
+
+def test_restoring_keeps_what_is_shown_and_fills_what_is_masked(model: Any) -> None:
+    rules = make_rules()
+    clean = torch.randint(0, MASK, (LENGTH - 3,), generator=torch.Generator().manual_seed(5))
+    masked = score_fill.draw_masks(len(clean), 0.5, 1, 0)
+    decoder = block_filling.PrefixDecoder(model, rules)
+    how = block_filling.Sampling(2, VOCAB)
+    restored = score_fill.restore(decoder, clean.masked_fill(masked, MASK), how)
+    assert torch.equal(restored[~masked], clean[~masked])
+    assert not (restored == MASK).any()
+    # The second block was sampled after the restored first one, as one who knows it would.
+    size = rules.block_size
+    again = block_filling.PrefixDecoder(model, rules)
+    again.extend(restored[:size])
+    block = clean.masked_fill(masked, MASK)[size : 2 * size]
+    wanted = block_filling.fill_block(again, block, how, torch.Generator())
+    assert torch.equal(restored[size : 2 * size], wanted)
+
+
 @pytest.mark.parametrize(
     ("written", "expected"),
     [
@@ -131,12 +156,13 @@ def test_the_command_prints_a_row_for_each_model(
     target = tmp_path / "scores.json"
     assert score_fill.main([*arguments, *numbers, "--json", str(target)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("| model | masked 25% | masked 50% | masked 75% | valid Python |")
+    assert lines[0].startswith("| model | masked 25% | masked 50% | masked 75% | restored is")
     assert len(lines) == 4
     assert lines[2] == lines[3]
     one, other = json.loads(target.read_text())
     assert one == other
     assert one["num_snippets"] == 2
+    assert one["num_restored"] == 2
     assert set(one["accuracy"]) == {"0.25", "0.5", "0.75"}
     again = [str(target), "--files", str(tmp_path), "--json", str(tmp_path / "again.json")]
     assert score_fill.main(again) == 0
