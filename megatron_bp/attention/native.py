@@ -6,9 +6,10 @@ X problems, Q rows and K keys of a problem, N query heads, M key/value heads, G 
 size. Specified by tests/attention/test_native.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from functools import partial as partial_call
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_bp.attention.contract import NativeKernel, Saved, WritingKernel, lse_dtype
+from megatron_bp.attention.lanes import Finish, Lanes
 from megatron_bp.attention.passes import add_rows, merge_rows, read_rows
 from megatron_bp.attention.schedule import Pass, Runs, Step
 from megatron_bp.layout.decomposition import KeySpace
@@ -129,25 +131,36 @@ class NativeRun:
     scale: float
 
     def forward(
-        self, steps: Iterable[Step], q_TZNH: Tensor, keys: Spaces, partial: Partial
+        self, steps: Sequence[Step], q_TZNH: Tensor, keys: Spaces, partial: Partial
     ) -> None:
         """Merges the steps into `partial`, in place."""
+        lanes = _lanes(steps, q_TZNH)
         for step in _one_by_one(steps, q_TZNH):
-            run = self._small_forward if _is_small(step, q_TZNH) else self._forward
-            run(step, q_TZNH, keys, partial)
+            if _is_small(step, q_TZNH):
+                lanes.drain()
+                self._small_forward(step, q_TZNH, keys, partial)
+                continue
+            launch = partial_call(self._forward, step, q_TZNH, keys, partial)
+            if _is_short(step):
+                lanes.run(launch)
+            else:
+                finish = launch()
+                lanes.drain()
+                finish()
+        lanes.drain()
 
-    def _forward(self, step: Step, q_TZNH: Tensor, keys: Spaces, partial: Partial) -> None:
+    def _forward(self, step: Step, q_TZNH: Tensor, keys: Spaces, partial: Partial) -> Finish:
         at = _Problems(step, keys[0].k.shape[2])
         q, k, v = at.query(q_TZNH), at.key(keys, 0), at.key(keys, 1)
         if self.kernel.caps.writes and at.kernel_may_write(q_TZNH.shape[1]):
             into = (at.query(partial.out), at.lse(partial.lse))
             kernel = cast(WritingKernel, self.kernel)
             kernel.forward_into(q, k, v, step.window, self.scale, into)
-            return
+            return _nothing
         out, lse = self.kernel.forward(q, k, v, step.window, self.scale)
         out = at.unquery(out, q_TZNH.shape[1])
         lse = at.unquery(lse.transpose(1, 2)[..., None], q_TZNH.shape[1])[..., 0]
-        merge_rows(partial.out, partial.lse, step.rows, out, lse)
+        return partial_call(merge_rows, partial.out, partial.lse, step.rows, out, lse)
 
     def _small_forward(self, step: Step, q: Tensor, keys: Spaces, partial: Partial) -> None:
         from megatron_bp.attention import triton_small as small
@@ -158,15 +171,26 @@ class NativeRun:
 
     def backward(
         self,
-        steps: Iterable[Step],
+        steps: Sequence[Step],
         dout_TZNH: Tensor,
         saved: tuple[Tensor, Spaces, Partial],
         grads: tuple[Tensor, Spaces],
     ) -> None:
         """Adds the steps' gradients to `grads` (dq, key spaces), in place."""
+        lanes = _lanes(steps, saved[0])
         for step in _one_by_one(steps, saved[0]):
-            run = self._small_backward if _is_small(step, saved[0]) else self._backward
-            run(step, dout_TZNH, saved, grads)
+            if _is_small(step, saved[0]):
+                lanes.drain()
+                self._small_backward(step, dout_TZNH, saved, grads)
+                continue
+            launch = partial_call(self._backward, step, dout_TZNH, saved, grads)
+            if _is_short(step):
+                lanes.run(launch)
+            else:
+                finish = launch()
+                lanes.drain()
+                finish()
+        lanes.drain()
 
     def _backward(
         self,
@@ -174,22 +198,29 @@ class NativeRun:
         dout_TZNH: Tensor,
         saved: tuple[Tensor, Spaces, Partial],
         grads: tuple[Tensor, Spaces],
-    ) -> None:
+    ) -> Finish:
         q, keys, partial = saved
         dq, dkeys = grads
         at = _Problems(step, keys[0].k.shape[2])
         k, v = at.key(keys, 0), at.key(keys, 1)
         local = Saved(at.query(q), k, v, at.query(partial.out), at.lse(partial.lse))
         dout = at.query(dout_TZNH)
+        dq_part: tuple[Tensor, ...] = ()
         if self.kernel.caps.writes and at.kernel_may_write(q.shape[1]):
             kernel = cast(WritingKernel, self.kernel)
             dk, dv = kernel.backward_into(dout, local, step.window, self.scale, at.query(dq))
         else:
-            dq_part, dk, dv = self.kernel.backward(dout, local, step.window, self.scale)
-            part = at.unquery(dq_part, q.shape[1]).flatten(-2)
-            add_rows((dq.unflatten(2, (at.num_kv_heads, -1)).flatten(-2),), step.rows, (part,))
+            part, dk, dv = self.kernel.backward(dout, local, step.window, self.scale)
+            dq_part = (at.unquery(part, q.shape[1]).flatten(-2),)
         dk, dv = (x.unflatten(0, (-1, q.shape[1])).transpose(1, 2) for x in (dk, dv))
-        at.add_keys(dkeys, dk, dv)
+
+        def finish() -> None:
+            if dq_part:
+                rows = dq.unflatten(2, (at.num_kv_heads, -1)).flatten(-2)
+                add_rows((rows,), step.rows, dq_part)
+            at.add_keys(dkeys, dk, dv)
+
+        return finish
 
     def _small_backward(
         self,
@@ -233,6 +264,36 @@ def _stores(runs: tuple[Runs, ...]) -> bool:
 def _apart(runs: tuple[Runs, ...]) -> bool:
     """Whether no two problems have the same rows, so that a kernel may add to them."""
     return all(len(x.rounds) == 1 and not x.pieces for x in runs)
+
+
+SHORT = range(2**20, 2**26)
+"""Launches of so many rows times keys run two at a time; larger ones fill the device by themselves
+and smaller ones end before the next can be prepared."""
+
+
+class _InARow:
+    """Launches one after another, each finished at once."""
+
+    def run(self, launch: Callable[[], Finish]) -> None:
+        launch()()
+
+    def drain(self) -> None:
+        pass
+
+
+def _lanes(steps: Sequence[Step], q_TZNH: Tensor) -> "Lanes | _InARow":
+    """Two lanes where several short launches follow one another on a GPU."""
+    if q_TZNH.is_cuda and sum(_is_short(x) and not _is_small(x, q_TZNH) for x in steps) > 1:
+        return Lanes(q_TZNH.device)
+    return _InARow()
+
+
+def _is_short(step: Step) -> bool:
+    return step.rows.num_problems * step.rows.length * step.num_keys in SHORT
+
+
+def _nothing() -> None:
+    pass
 
 
 def _one_by_one(steps: Iterable[Step], q_TZNH: Tensor) -> Iterable[Step]:
