@@ -89,8 +89,8 @@ def show(head: dict[str, object], line: dict[str, object]) -> None:
         return
     f = {k: float(str(v)) for k, v in line.items() if isinstance(v, float)}
     print(f"{start}{f['forward_ms']:9.3f}{f['backward_ms']:9.3f}{f['forward_tflops']:6.0f}"
-          f"{f['backward_tflops']:6.0f}{f['tflops']:6.0f}     {f['peak_gib']:7.2f}",
-          flush=True)  # fmt: skip
+          f"{f['backward_tflops']:6.0f}{f['tflops']:6.0f}     {f['peak_gib']:7.2f}"
+          f"{f['host_ms']:9.3f}", flush=True)  # fmt: skip
     for key in ("errors", "kernels", "wire_copies_ms"):
         if key in line:
             print("   ", key, {k: f"{v:.2e}" for k, v in dict(line[key]).items()})  # type: ignore[call-overload]
@@ -122,7 +122,7 @@ def main(argv: list[str]) -> None:
         return
     lines = []
     print(f"{'shape':24}{'L':>8}{'rank':>5} {'run':22}{'fwd ms':>9}{'bwd ms':>9}"
-          f"{'fwd':>6}{'bwd':>6}{'f+b':>6} TF/s{'GiB':>7}")  # fmt: skip
+          f"{'fwd':>6}{'bwd':>6}{'f+b':>6} TF/s{'GiB':>7}{'host ms':>9}")  # fmt: skip
     for name, case in cases(args):
         for run in args.run:
             head = {"shape": name, "length": case.length, "rank": case.rank, "run": run}

@@ -10,6 +10,7 @@ Specified by tests/attention/test_bench.py; the command line is tools/bench_atte
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -99,6 +100,7 @@ class Result(NamedTuple):
     pairs: int
     peak_gib: float
     flops_per_pair: int  # 4 * N * H, the forward's
+    host_ms: float  # what the CPU needs to start both passes
 
     def as_dict(self) -> dict[str, float | str]:
         """Everything, with TFLOP/s forward, backward and together."""
@@ -228,6 +230,17 @@ class Clock:
         return sorted(times)[self.repeats // 2]
 
 
+def host_ms(run: Callable[[], object], repeats: int = 3) -> float:
+    """Median time until `run` returns, the device idle before: what the CPU needs to start it."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = perf_counter()
+        run()
+        times.append(1e3 * (perf_counter() - start))
+    return sorted(times)[repeats // 2]
+
+
 def measure_layer(layer: Layer, device: torch.device, clock: Clock) -> Result:
     """One strategy and kernel on random bf16 inputs."""
     x = random_inputs(layer.case, device, torch.bfloat16)
@@ -235,8 +248,10 @@ def measure_layer(layer: Layer, device: torch.device, clock: Clock) -> Result:
     forward = clock.median_ms(lambda: layer.forward(x))
     partial = layer.forward(x)
     backward = clock.median_ms(lambda: layer.backward(x, partial))
+    host = host_ms(lambda: layer.backward(x, layer.forward(x)))
     name = f"{layer.strategy}/{layer.kernel}"
-    return _result(name, layer.case, forward, backward, layer.case.plan.visibility.num_pairs)
+    pairs = layer.case.plan.visibility.num_pairs
+    return _result(name, layer.case, (forward, backward, host), pairs)
 
 
 def measure_flex(case: Case, device: torch.device, clock: Clock) -> Result:
@@ -252,7 +267,12 @@ def measure_flex(case: Case, device: torch.device, clock: Clock) -> Result:
     forward = clock.median_ms(lambda: attend(q, k, v, mask, scale))
     out, _ = attend(q, k, v, mask, scale)
     backward = clock.median_ms(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
-    return _result("flex", case, forward, backward, case.plan.visibility.num_pairs)
+
+    def both() -> None:
+        torch.autograd.grad(attend(q, k, v, mask, scale)[0], (q, k, v), dout)
+
+    pairs = case.plan.visibility.num_pairs
+    return _result("flex", case, (forward, backward, host_ms(both)), pairs)
 
 
 def measure_dense(kernel_name: str, case: Case, device: torch.device, clock: Clock) -> Result:
@@ -274,12 +294,18 @@ def measure_dense(kernel_name: str, case: Case, device: torch.device, clock: Clo
     forward = clock.median_ms(lambda: kernel.forward(q, k, v, at, scale))
     saved = Saved(q, k, v, *kernel.forward(q, k, v, at, scale))
     backward = clock.median_ms(lambda: kernel.backward(dout, saved, at, scale))
-    return _result(f"dense/{kernel_name}", case, forward, backward, pairs)
+
+    def both() -> None:
+        kernel.backward(dout, Saved(q, k, v, *kernel.forward(q, k, v, at, scale)), at, scale)
+
+    return _result(f"dense/{kernel_name}", case, (forward, backward, host_ms(both)), pairs)
 
 
-def _result(name: str, case: Case, forward: float, backward: float, pairs: int) -> Result:
-    peak = torch.cuda.max_memory_allocated() / 2**30
-    return Result(name, forward, backward, pairs, peak, 4 * case.shape.heads * case.shape.head_size)
+def _result(name: str, case: Case, times: tuple[float, float, float], pairs: int) -> Result:
+    """Of forward, backward and host milliseconds."""
+    forward, backward, host = times
+    peak, work = torch.cuda.max_memory_allocated() / 2**30, 4 * case.shape.heads
+    return Result(name, forward, backward, pairs, peak, work * case.shape.head_size, host)
 
 
 def errors(layer: Layer, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
