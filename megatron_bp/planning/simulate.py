@@ -29,8 +29,13 @@ from megatron_bp.planning.simulate_schedule import Turn
 def simulate_step(scenario: Scenario, traced: Iterable[int] = ()) -> Timeline:
     """The timeline of one step; spans are kept of the global ranks `traced`.
 
-    Raises: ValueError if groups lie unevenly on nodes or micro-batches do not divide.
+    Raises: ValueError if a traced rank does not exist, groups lie unevenly on nodes or
+    micro-batches do not divide.
     """
+    traced, world = tuple(traced), scenario.run.topology.world
+    wrong = [rank for rank in traced if not 0 <= rank < world]
+    if wrong:
+        raise ValueError(f"traced rank {wrong[0]} does not exist; use ranks below {world}.")
     stages = range(scenario.run.topology.pipeline)
     programs = [_Writer(scenario, stage).write() for stage in stages]
     return simulate(_connected(programs), scenario.mesh.num_ranks, traced)
