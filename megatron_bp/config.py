@@ -21,6 +21,7 @@ DATA_KINDS = ("stream", "sft")
 POSITIONS = ("restart", "run_on")
 
 PRESET = "preset"  # take the objective's own clean rule
+BLOCK_PARALLEL = "block_parallel"  # as --cp-comm-type names it in a patched Megatron (patches/)
 NOT_GIVEN = -1  # for ids, seeds and weights, which are never negative
 
 

@@ -20,14 +20,20 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.training.models.gpt import GPTModelConfig, default_layer_spec
 from torch import Tensor, nn
 
+from megatron_bp.config import BLOCK_PARALLEL
 from megatron_bp.mcore.carrier import BlockParams
-from megatron_bp.mcore.core_attention import BlockParallelAttention
+from megatron_bp.mcore.core_attention import BlockParallelAttention, Seat
 
 
 def use_block_diffusion(config: GPTModelConfig) -> None:
-    """Makes Megatron build the model of `config` for block-diffusion batches."""
-    config.transformer_layer_spec = layer_spec
-    config.pre_wrap_hooks.append(use_plan_positions)
+    """Makes Megatron build the model of `config` for block-diffusion batches.
+
+    A configuration that names block parallelism as its way of context parallelism keeps its own
+    layer specification.
+    """
+    if config.transformer.cp_comm_type != BLOCK_PARALLEL:
+        config.transformer_layer_spec = layer_spec
+    config.pre_wrap_hooks += [require_seats, use_plan_positions]
 
 
 def layer_spec(config: GPTModelConfig, vp_stage: int | None = None) -> Any:
@@ -70,6 +76,24 @@ def in_the_seat_of(stock: Any) -> Callable[..., Any]:
 
         return TEBlockParallelAttention
     return functools.partial(BlockParallelAttention, stock=stock)
+
+
+def require_seats(models: list[Any]) -> list[Any]:
+    """Returns the models if our attention is in all their layers (a pre-wrap hook).
+
+    Raises: RuntimeError if it is not: stock attention would take our batch for a causal one.
+    """
+    for model in models:
+        for name, module in model.named_modules():
+            core = getattr(module, "core_attention", None)
+            if core is not None and not isinstance(getattr(core, "seat", None), Seat):
+                raise RuntimeError(
+                    f"{name}.core_attention is {type(core).__name__}, which knows nothing of block "
+                    f"diffusion. --cp-comm-type {BLOCK_PARALLEL} needs a patched Megatron "
+                    "(tools/apply_patches.py) and a context group of at least two ranks; drop it "
+                    "to use the specification of megatron_bp"
+                )
+    return models
 
 
 class PlanRotary(nn.Module):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_bp.config import BlockParallelConfig, flag, list_problems
+from megatron_bp.config import BLOCK_PARALLEL, BlockParallelConfig, flag, list_problems
 from megatron_bp.layout.plan import PlanRequest, make_plan
 from megatron_bp.mcore.checkpoints import TRACKER, checkpoint_problems, is_same_folder
 from megatron_bp.mcore.choices import objective_of
@@ -214,7 +214,18 @@ def unverified_problems(args: argparse.Namespace, config: BlockParallelConfig) -
         for name, fine, remedy in _MUST_BE_OFF
         if getattr(args, name, fine) not in (fine, None)
     ]
-    if args.spec is not None and tuple(args.spec) != OUR_SPEC:
+    named = BLOCK_PARALLEL in args.cp_comm_type
+    if named and len(args.cp_comm_type) > 1:
+        problems.append(
+            f"--cp-comm-type {' '.join(args.cp_comm_type)} mixes block parallelism with other ways;"
+            f" use --cp-comm-type {BLOCK_PARALLEL} for all layers, or drop it"
+        )
+    if named and config.bp_prune_last_layer:
+        problems.append(
+            f"--cp-comm-type {BLOCK_PARALLEL} keeps your layer specification, whose last layer "
+            "cannot drop rows; add --no-bp-prune-last-layer"
+        )
+    if args.spec is not None and tuple(args.spec) != OUR_SPEC and not named:
         problems.append(
             f"--spec {' '.join(args.spec)} is not supported with --bdlm-objective; drop --spec, or "
             f"use --spec {' '.join(OUR_SPEC)}"

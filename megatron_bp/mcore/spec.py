@@ -1,4 +1,5 @@
-"""Layer specifications to name on a command line: `--spec megatron_bp.mcore.spec gpt_layer`.
+"""Layer specifications to name on a command line: `--spec megatron_bp.mcore.spec gpt_layer`, or by
+`--cp-comm-type block_parallel` in a patched Megatron (patches/).
 
 Megatron's own specification with our core attention in it, in any script that builds its model
 from `GPTModelConfig` (pretrain_gpt.py from 0.19 on). For batches without a plan, next-token data
@@ -7,6 +8,7 @@ and inference, the model is stock Megatron bit for bit. Specified by tests/mcore
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 
@@ -19,3 +21,13 @@ def gpt_layer(config: Any, vp_stage: int | None = None) -> Any:
     from megatron_bp.mcore.model import layer_spec
 
     return layer_spec(config, vp_stage)
+
+
+def with_block_parallel(submodules: Any) -> Any:
+    """Returns the submodules of a self-attention, with our core attention in its seat.
+
+    What `--cp-comm-type block_parallel` calls for each layer, whatever its specification is.
+    """
+    from megatron_bp.mcore.model import in_the_seat_of
+
+    return replace(submodules, core_attention=in_the_seat_of(submodules.core_attention))

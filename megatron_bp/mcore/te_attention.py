@@ -14,6 +14,7 @@ from typing import Any
 from megatron.core.extensions import transformer_engine as extension
 from torch import Tensor
 
+from megatron_bp.config import BLOCK_PARALLEL
 from megatron_bp.mcore.carrier import BlockParams
 from megatron_bp.mcore.core_attention import Seat
 
@@ -22,9 +23,6 @@ if not extension.HAVE_TE:
         "TEBlockParallelAttention needs Transformer Engine, which does not import here: pip "
         "install 'megatron-bp[te]', or use --transformer-impl local."
     )
-
-# The name by which --cp-comm-type selects block parallelism in a patched Megatron (patches/).
-BLOCK_PARALLEL = "block_parallel"
 
 
 class TEBlockParallelAttention(extension.TEDotProductAttention):

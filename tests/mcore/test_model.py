@@ -44,6 +44,16 @@ def test_an_unknown_layer_class_is_refused() -> None:
         diffusion_spec(SimpleNamespace(module=torch.nn.Linear, submodules=None), None)
 
 
+def test_a_model_with_stock_attention_is_refused() -> None:
+    from megatron_bp.mcore.model import require_seats
+
+    model = torch.nn.Module()
+    model.layer = torch.nn.Module()
+    model.layer.core_attention = torch.nn.Identity()
+    with pytest.raises(RuntimeError, match=r"layer\.core_attention is Identity, which"):
+        require_seats([model])
+
+
 def _models(rank: int, num_ranks: int) -> dict[str, Any]:
     from megatron_bp.mcore import cpu
 

@@ -47,6 +47,8 @@ CASES = {
     "--position-embedding-type mrope": "use rope",
     "--num-experts 2 --calculate-per-token-loss": "drop --calculate-per-token-loss",
     "--spec a b": "drop --spec",
+    "--cp-comm-type block_parallel": "add --no-bp-prune-last-layer",
+    "--cp-comm-type block_parallel p2p --no-bp-prune-last-layer": "block_parallel for all layers",
     "--bdlm-ar-loss-weight 1 --clean-rule block_causal": (
         "--bdlm-objective standard cannot be trained as asked: objective 'standard': "
         "ar_loss_weight=1.0 needs clean_rule=token_causal"
