@@ -109,6 +109,7 @@ NO_PRUNE = ("--no-bp-prune-last-layer",)
 
 RECIPES = {
     "ours": Recipe(KEEP),
+    "ours-unpruned": Recipe((*KEEP, *NO_PRUNE)),
     "keep-keys": Recipe((*KEEP, "--bp-clean-kv", "keep")),
     "no-recompute": Recipe(()),
     "recompute-all": Recipe(RERUN),
