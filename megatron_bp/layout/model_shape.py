@@ -86,11 +86,15 @@ class DeltaNetShape:
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """Mixture of experts: `num_experts` 0 means none. `ffn` is one expert's inner size."""
+    """Mixture of experts: `num_experts` 0 means none. `ffn` is one expert's inner size.
+
+    `router_scales`: the router scales its input and each expert (Gemma 4).
+    """
 
     num_experts: int = 0
     top_k: int = 0
     ffn: int = 0
+    router_scales: bool = False
 
 
 Mixer = AttentionShape | DeltaNetShape
@@ -129,6 +133,8 @@ class LayerKind:
         """Weights of everything but the experts."""
         ffn = (self.input_widths + 1) * hidden * self.ffn
         router = hidden * self.experts.num_experts
+        if self.experts.router_scales:
+            router += hidden + self.experts.num_experts
         return self.mixer.parameters(hidden) + ffn + router + self.num_norms * hidden
 
 

@@ -214,6 +214,8 @@ def run_problems(model: ModelShape, batch: BatchShape, topology: Topology) -> li
     stages = topology.pipeline * topology.virtual
     if model.num_layers % stages:
         problems.append(f"pipeline * virtual = {stages} must divide the {model.num_layers} layers.")
+    if topology.expert > 1 and not model.has_experts:
+        problems.append(f"expert={topology.expert} needs a model with experts; use 1.")
     for kind, _ in model.layers:
         problems += _split_problems(kind, topology)
     return list(dict.fromkeys(problems))
@@ -233,6 +235,6 @@ def _split_problems(kind: LayerKind, topology: Topology) -> list[str]:
     if kind.ffn % tensor:
         problems.append(f"tensor={tensor} must divide the feed-forward size {kind.ffn}.")
     experts = kind.experts.num_experts
-    if experts % topology.expert or (not experts and topology.expert > 1):
+    if experts % topology.expert:
         problems.append(f"expert={topology.expert} must divide {experts} experts.")
     return problems

@@ -179,9 +179,11 @@ def calibrated(hardware: Hardware, paths: Iterable[Path]) -> Hardware:
     for path in paths:
         record = json.loads(path.read_text())
         parts = record.get("runs", [record])
-        used = False
+        together = {"results": [line for part in parts for line in part.get("results", ())]}
+        given = _take_attention(hardware, together)
+        used, hardware = given is not hardware, given
         for part in parts:
-            for step in (_take_fields, _take_attention, _take_loss):
+            for step in (_take_fields, _take_loss):
                 changed = step(hardware, part)
                 used, hardware = used or changed is not hardware, changed
         if not used:
@@ -216,7 +218,7 @@ def _take_attention(hardware: Hardware, record: Mapping[str, Any]) -> Hardware:
     for result in record.get("results", ()):
         size, window = BENCH_SHAPES.get(str(result.get("shape")), (0, 0))
         run = str(result.get("run", result.get("name", "")))
-        if not size or not run.startswith("native/") or "tflops" not in result:
+        if not size or not run.startswith("native/") or "forward_tflops" not in result:
             continue
         speed = KernelSpeed(
             size,
@@ -225,7 +227,7 @@ def _take_attention(hardware: Hardware, record: Mapping[str, Any]) -> Hardware:
             float(result["forward_tflops"]),
             float(result["backward_tflops"]),
         )
-        rank = (int(result["length"]), float(result["tflops"]))
+        rank = (int(result["length"]), speed.forward + 2.5 * speed.backward)
         key = (size, window > 0)
         if key not in best or rank > best[key][0]:
             best[key] = (rank, speed)

@@ -63,7 +63,12 @@ def model_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     if missing:
         raise ValueError(f"config.json of {name} must give integers for {', '.join(missing)}.")
     types = text.get("layer_types") or _default_types(text, kind)
-    kinds = Counter(_layer(str(of_layer), text, kind) for of_layer in types)
+    # transformers 5.24 gives what differs from layer to layer as overrides.
+    own = {int(number): of for number, of in (text.get("per_layer_config") or {}).items()}
+    kinds = Counter(
+        _layer(str(of_layer), {**text, **own.get(number, {})}, kind, number in own)
+        for number, of_layer in enumerate(types)
+    )
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     return ModelShape(
         name=name,
@@ -89,8 +94,8 @@ def _default_types(text: Mapping[str, Any], kind: str) -> list[str]:
     return ["sliding_attention" if window else "full_attention"] * number
 
 
-def _layer(of_layer: str, text: Mapping[str, Any], kind: str) -> LayerKind:
-    experts = _experts(text)
+def _layer(of_layer: str, text: Mapping[str, Any], kind: str, settled: bool) -> LayerKind:
+    experts = _experts(text, kind)
     ffn = text["intermediate_size"]
     if experts.num_experts and "gemma" not in kind:
         ffn = text.get("shared_expert_intermediate_size", 0)
@@ -104,18 +109,20 @@ def _layer(of_layer: str, text: Mapping[str, Any], kind: str) -> LayerKind:
             text.get("linear_conv_kernel_dim", 4),
         )
         return LayerKind(delta, ffn, experts, num_norms=norms)
-    return LayerKind(_attention(of_layer, text, kind), ffn, experts, num_norms=norms)
+    attention = _attention(of_layer, text, kind, settled)
+    return LayerKind(attention, ffn, experts, num_norms=norms)
 
 
-def _attention(of_layer: str, text: Mapping[str, Any], kind: str) -> AttentionShape:
+def _attention(of_layer: str, text: Mapping[str, Any], kind: str, settled: bool) -> AttentionShape:
     heads = text["num_attention_heads"]
     groups = text.get("num_key_value_heads") or heads
     size = text.get("head_dim") or text["hidden_size"] // heads
     sliding = of_layer == "sliding_attention"
     shared = False
     if "gemma" in kind and not sliding:
-        size = text.get("global_head_dim", 512)
-        groups = text.get("num_global_key_value_heads") or groups
+        if not settled:
+            size = text.get("global_head_dim", 512)
+            groups = text.get("num_global_key_value_heads") or groups
         shared = bool(text.get("attention_k_eq_v", kind == "diffusion_gemma"))
     return AttentionShape(
         num_heads=heads,
@@ -129,9 +136,10 @@ def _attention(of_layer: str, text: Mapping[str, Any], kind: str) -> AttentionSh
     )
 
 
-def _experts(text: Mapping[str, Any]) -> ExpertsShape:
+def _experts(text: Mapping[str, Any], kind: str) -> ExpertsShape:
     number = text.get("num_experts") or text.get("num_local_experts") or 0
     if not number or not text.get("moe_intermediate_size"):
         return ExpertsShape()
     top = text.get("num_experts_per_tok") or text.get("top_k_experts")
-    return ExpertsShape(int(number), int(top or 0), int(text["moe_intermediate_size"]))
+    size = int(text["moe_intermediate_size"])
+    return ExpertsShape(int(number), int(top or 0), size, router_scales="gemma" in kind)

@@ -30,7 +30,7 @@ def _nemotron(size: str, num_layers: int, hidden: int, ffn: int, note: str) -> M
 
 
 def _diffusion_gemma() -> ModelShape:
-    experts = ExpertsShape(num_experts=128, top_k=8, ffn=704)
+    experts = ExpertsShape(num_experts=128, top_k=8, ffn=704, router_scales=True)
     sliding = AttentionShape(16, 8, 256, window=1024, qk_norm=True)
     full = AttentionShape(16, 2, 512, shared_kv=True, qk_norm=True)
     return ModelShape(
