@@ -26,6 +26,7 @@ from megatron_bp.attention.contract import (
     lse_dtype,
 )
 from megatron_bp.attention.interval import IntervalRun, interval_mask
+from megatron_bp.attention.lanes import queue_on
 from megatron_bp.attention.native import (
     KeyValue,
     NativeRun,
@@ -169,9 +170,10 @@ class Layer:
             return IntervalRun(kernel, scale, mask).forward(x.q, x.keys)
         assert isinstance(kernel, NativeKernel)
         todo = make_schedule(self.case.plan, False, kernel.caps.cut).forward
-        partial = empty_partial(x.q, todo)
+        partial, queue = empty_partial(x.q, todo), queue_on(x.q.device)
         for phase in Phase:
-            NativeRun(kernel, scale).forward(todo.steps[phase], x.q, x.keys, partial)
+            NativeRun(kernel, scale).forward(todo.steps[phase], x.q, x.keys, partial, queue)
+        queue.drain()
         return partial
 
     def backward(self, x: Inputs, partial: Partial) -> tuple[Tensor, Tensor, KeyValue]:

@@ -25,6 +25,7 @@ from megatron_bp.attention.contract import (
 )
 from megatron_bp.attention.interval import IntervalRun, interval_mask
 from megatron_bp.attention.keeping import ALONE, Slot
+from megatron_bp.attention.lanes import queue_on
 from megatron_bp.attention.native import (
     KeyValue,
     NativeRun,
@@ -209,13 +210,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Partial, tupl
         partial = call.interval(q.device).forward(rows, (clean, own))
     else:
         todo, run = call.schedule.forward, call.native()
-        partial = empty_partial(rows, todo)
+        partial, queue = empty_partial(rows, todo), queue_on(q.device)
         own = clean if corrupted else _own_keys(k, v, call, corrupted)
         for phase in Phase:
             gather.wait(phase)
             if corrupted and phase is Phase.LATE:  # no launch before reads gathered own keys
                 own = _own_keys(k, v, call, corrupted)
-            run.forward(todo.steps[phase], rows, (clean, own), partial)
+            run.forward(todo.steps[phase], rows, (clean, own), partial, queue)
+        queue.drain()
     gathered = tuple(own) if call.plan.request.gather_corrupted else ()
     return partial, (gather.buffer_SZ2MH, *gathered)
 

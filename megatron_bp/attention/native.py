@@ -6,7 +6,7 @@ X problems, Q rows and K keys of a problem, N query heads, M key/value heads, G 
 size. Specified by tests/attention/test_native.py.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from functools import partial as partial_call
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_bp.attention.contract import NativeKernel, Saved, WritingKernel, lse_dtype
-from megatron_bp.attention.lanes import Finish, Lanes
+from megatron_bp.attention.lanes import Finish, Queue, queue_on
 from megatron_bp.attention.passes import add_rows, merge_rows, read_rows
 from megatron_bp.attention.schedule import Pass, Runs, Step
 from megatron_bp.layout.decomposition import KeySpace
@@ -131,23 +131,20 @@ class NativeRun:
     scale: float
 
     def forward(
-        self, steps: Sequence[Step], q_TZNH: Tensor, keys: Spaces, partial: Partial
+        self,
+        steps: Iterable[Step],
+        q_TZNH: Tensor,
+        keys: Spaces,
+        partial: Partial,
+        queue: Queue,
     ) -> None:
-        """Merges the steps into `partial`, in place."""
-        lanes = _lanes(steps, q_TZNH)
+        """Merges the steps into `partial`, in place, once `queue` is drained."""
         for step in _one_by_one(steps, q_TZNH):
-            if _is_small(step, q_TZNH):
-                lanes.drain()
-                self._small_forward(step, q_TZNH, keys, partial)
-                continue
-            launch = partial_call(self._forward, step, q_TZNH, keys, partial)
-            if _is_short(step):
-                lanes.run(launch)
-            else:
-                finish = launch()
-                lanes.drain()
-                finish()
-        lanes.drain()
+            small = _is_small(step, q_TZNH)
+            if small:  # it writes rows itself, after all that was started before
+                queue.drain()
+            run = self._small_forward if small else self._forward
+            queue.run(partial_call(run, step, q_TZNH, keys, partial), step.num_pairs)
 
     def _forward(self, step: Step, q_TZNH: Tensor, keys: Spaces, partial: Partial) -> Finish:
         at = _Problems(step, keys[0].k.shape[2])
@@ -162,35 +159,30 @@ class NativeRun:
         lse = at.unquery(lse.transpose(1, 2)[..., None], q_TZNH.shape[1])[..., 0]
         return partial_call(merge_rows, partial.out, partial.lse, step.rows, out, lse)
 
-    def _small_forward(self, step: Step, q: Tensor, keys: Spaces, partial: Partial) -> None:
+    def _small_forward(self, step: Step, q: Tensor, keys: Spaces, partial: Partial) -> Finish:
         from megatron_bp.attention import triton_small as small
 
         todo = _small_problems(step, q.device)
         into = (partial.out, partial.lse)
         small.forward_into(q, small.Keys(*keys), todo, self.scale, into, store=step.rows.store)
+        return _nothing
 
     def backward(
         self,
-        steps: Sequence[Step],
+        steps: Iterable[Step],
         dout_TZNH: Tensor,
         saved: tuple[Tensor, Spaces, Partial],
         grads: tuple[Tensor, Spaces],
     ) -> None:
         """Adds the steps' gradients to `grads` (dq, key spaces), in place."""
-        lanes = _lanes(steps, saved[0])
+        queue = queue_on(dout_TZNH.device)
         for step in _one_by_one(steps, saved[0]):
-            if _is_small(step, saved[0]):
-                lanes.drain()
-                self._small_backward(step, dout_TZNH, saved, grads)
-                continue
-            launch = partial_call(self._backward, step, dout_TZNH, saved, grads)
-            if _is_short(step):
-                lanes.run(launch)
-            else:
-                finish = launch()
-                lanes.drain()
-                finish()
-        lanes.drain()
+            small = _is_small(step, saved[0])
+            if small:
+                queue.drain()
+            run = self._small_backward if small else self._backward
+            queue.run(partial_call(run, step, dout_TZNH, saved, grads), step.num_pairs)
+        queue.drain()
 
     def _backward(
         self,
@@ -228,7 +220,7 @@ class NativeRun:
         dout_TZNH: Tensor,
         saved: tuple[Tensor, Spaces, Partial],
         grads: tuple[Tensor, Spaces],
-    ) -> None:
+    ) -> Finish:
         from megatron_bp.attention import triton_small as small
 
         (q, keys, partial), (dq, dkeys) = saved, grads
@@ -242,9 +234,13 @@ class NativeRun:
             (dq, small.Keys(*dkeys)),
             stores,
         )
-        for runs, values in zip((clean, far), left, strict=True):
-            for run in runs if values[0].shape[1] else ():
-                add_rows(tuple(dkeys[KeySpace.CLEAN]), run, values)
+
+        def finish() -> None:
+            for runs, values in zip((clean, far), left, strict=True):
+                for run in runs if values[0].shape[1] else ():
+                    add_rows(tuple(dkeys[KeySpace.CLEAN]), run, values)
+
+        return finish
 
 
 SmallRuns = tuple[tuple[Runs, ...], tuple[Runs, ...], tuple[Runs, ...]]
@@ -264,32 +260,6 @@ def _stores(runs: tuple[Runs, ...]) -> bool:
 def _apart(runs: tuple[Runs, ...]) -> bool:
     """Whether no two problems have the same rows, so that a kernel may add to them."""
     return all(len(x.rounds) == 1 and not x.pieces for x in runs)
-
-
-SHORT = range(2**20, 2**26)
-"""Launches of so many rows times keys run two at a time; larger ones fill the device by themselves
-and smaller ones end before the next can be prepared."""
-
-
-class _InARow:
-    """Launches one after another, each finished at once."""
-
-    def run(self, launch: Callable[[], Finish]) -> None:
-        launch()()
-
-    def drain(self) -> None:
-        pass
-
-
-def _lanes(steps: Sequence[Step], q_TZNH: Tensor) -> "Lanes | _InARow":
-    """Two lanes where several short launches follow one another on a GPU."""
-    if q_TZNH.is_cuda and sum(_is_short(x) and not _is_small(x, q_TZNH) for x in steps) > 1:
-        return Lanes(q_TZNH.device)
-    return _InARow()
-
-
-def _is_short(step: Step) -> bool:
-    return step.rows.num_problems * step.rows.length * step.num_keys in SHORT
 
 
 def _nothing() -> None:

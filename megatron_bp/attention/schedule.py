@@ -80,6 +80,11 @@ class Step:
         """K, the keys of one problem."""
         return sum(runs.length for _, runs in self.keys)
 
+    @property
+    def num_pairs(self) -> int:
+        """Rows times keys of all problems, allowed or not."""
+        return self.rows.num_problems * self.rows.length * self.num_keys
+
 
 Gaps = tuple[tuple[int, int], ...]
 MOST_PIECES = 4
@@ -234,11 +239,15 @@ def _with_far_ends(
 
 
 def _backward_order(plan: RankPlan, launches: tuple[Launch, ...]) -> list[Launch]:
-    """Late slabs first. Under a window the launches that can store most gradients come first."""
+    """Late slabs first. Under a window the launches that can store most gradients come first.
+
+    Else those of the last slab run largest first, so that shorter ones fill its last wave.
+    """
 
     def key(launch: Launch) -> tuple[int, ...]:
         if not plan.request.window:
-            return (-launch.slab,)
+            size = launch.num_problems * launch.num_rows * launch.num_keys
+            return -launch.slab, -size if launch.slab is Phase.EARLY else 0
         return -launch.slab, _keys_overlap(launch), -launch.num_problems * launch.num_rows
 
     return sorted(launches, key=key)

@@ -88,7 +88,7 @@ class Flash4Kernel:
         min_arch=90,
         max_arch=99,
         writes=True,
-        cut=Cut.CHUNKS,
+        cut=Cut.CHUNK,
     )
 
     def forward(
