@@ -68,6 +68,10 @@ def score_targets(
     R may be 0; the sum then still hangs on the graph, so that every rank takes part in backward.
     """
     head: TargetHead = context
+    # The layer itself is not called, so what waits for its call must be: with
+    # --overlap-param-gather the weight may still be on its way from the ranks that own it.
+    for hook in output_layer._forward_pre_hooks.values():
+        hook(output_layer, ())
     group = parallel_state.get_tensor_model_parallel_group()
     if output_layer.sequence_parallel:
         # The loss sums the gradient over the group itself: the way back is a plain split.

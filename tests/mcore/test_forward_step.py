@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from megatron_bp.mcore import forward_step
 from megatron_bp.mcore.batch import CLEAN, Targets
 from megatron_bp.mcore.forward_step import DiffusionForwardStep, target_report
 from megatron_bp.objectives.objective import make_objective
@@ -65,6 +68,31 @@ def test_quarters_are_those_of_the_objective_and_next_tokens_need_a_loss() -> No
         "masked fraction",
         *(f"loss at t {x}" for x in ("0.20-0.30", "0.30-0.40", "0.40-0.50", "0.50-0.60")),
     }
+
+
+def test_the_head_waits_for_a_weight_that_is_gathered_when_its_layer_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with --overlap-param-gather, whose hook waits for the weight before the layer runs."""
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    monkeypatch.setattr(
+        forward_step.parallel_state, "get_tensor_model_parallel_group", lambda: alone
+    )
+    layer = torch.nn.Linear(4, 8, bias=False)
+    layer.sequence_parallel = False  # type: ignore[assignment]
+    layer.weight.data.fill_(math.nan)
+
+    def gather(module: torch.nn.Module, _: object) -> None:
+        layer.weight.data.fill_(1.0)
+
+    layer.register_forward_pre_hook(gather)
+    total, _, _ = forward_step.score_targets(
+        hidden_states=torch.ones(4, 1, 4),
+        output_layer=layer,
+        output_weight=None,
+        context=forward_step.TargetHead(targets([0, 1], 2), 8, -1, 7, with_accuracy=False),
+    )
+    assert float(total) == pytest.approx(2 * math.log(8))
 
 
 def test_throughput_needs_two_training_steps_in_a_row() -> None:

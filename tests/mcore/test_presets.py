@@ -143,7 +143,7 @@ def score(problem: Problem, batch: Batch, mine: Layout, rows: Tensor, head: Tens
     )
     return forward_step.score_targets(
         hidden_states=rows,
-        output_layer=SimpleNamespace(sequence_parallel=False, weight=head),
+        output_layer=SimpleNamespace(sequence_parallel=False, weight=head, _forward_pre_hooks={}),
         output_weight=None,
         context=context,
     )[0]
