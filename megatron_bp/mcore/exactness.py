@@ -16,17 +16,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_bp.config import BlockParallelConfig
 from megatron_bp.mcore.dataset import Sample
+from megatron_bp.mcore.exactness_data_parallel import distribute, gather_gradients
 from megatron_bp.mcore.exactness_formulas import FORMULAS
 from megatron_bp.mcore.exactness_problem import (
     MASK_ID,
@@ -56,20 +53,16 @@ class Result:
 
 def check(problem: Problem, layout: Layout, reference: Reference) -> Result:
     """Trains one step and compares; `start_layout` came before. Equal on all ranks."""
-    model = _layout_model(problem, layout)
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(_shard(reference.parameters[_full_name(name)], parameter, name))
-    ddp = DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=False, overlap_grad_reduce=False, use_distributed_optimizer=False
-        ),
-        model,
-    )
-    model.config.finalize_model_grads_func = finalize_model_grads
-    micro_batch = 1 if problem.packed or problem.num_experts else problem.num_samples // layout.data
+    config = transformer_config(problem, layout)
+    chunks = _chunks(problem, layout, config)
+    for name, parameter in _parameters(chunks):
+        parameter.data.copy_(_shard(reference.parameters[name], parameter, name))
+    wrapped = distribute(chunks, config, layout)
+    # Pipelines get several micro-batches, so that stages work on different ones at a time.
+    one_by_one = problem.packed or problem.num_experts or layout.pipeline > 1
+    micro_batch = 1 if one_by_one else problem.num_samples // layout.data
     step = DiffusionForwardStep(
-        _arguments(problem, layout, micro_batch, model),
+        _arguments(problem, layout, micro_batch, config),
         BlockParallelConfig(
             block_parallel_size=layout.block,
             block_size=problem.block_size,
@@ -84,25 +77,31 @@ def check(problem: Problem, layout: Layout, reference: Reference) -> Result:
             bdlm_length_multiple=problem.length_multiple,
             bp_recompute_attention=layout.recompute_attention,
             bp_clean_kv=layout.clean_kv,
+            **dict(layout.knobs),
         ),
         rules_of(problem),
         VALID_VOCAB,
     )
+    batches = [_batches(problem, layout, micro_batch) for _ in chunks]
     with contextlib.redirect_stdout(io.StringIO()):  # one line a case
         reports = get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=_batches(problem, layout, micro_batch),
-            model=[ddp],
+            data_iterator=batches if layout.virtual > 1 else batches[0],
+            model=wrapped,
             num_microbatches=problem.num_samples // layout.data // micro_batch,
             seq_length=problem.length,
             micro_batch_size=micro_batch,
             forward_only=False,
         )
-    return _compare(reports, ddp, reference)
+    if layout.overlap:
+        gather_gradients(wrapped)
+    return _compare(reports, chunks, reference)
 
 
-def _compare(reports: list[dict[str, Tensor]], ddp: Any, reference: Reference) -> Result:
-    total = torch.zeros(2, dtype=torch.float64)
+def _compare(
+    reports: list[dict[str, Tensor]], chunks: list[GPTModel], reference: Reference
+) -> Result:
+    total = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
     for report in reports:
         total += report["bdlm loss"]
     dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
@@ -112,11 +111,11 @@ def _compare(reports: list[dict[str, Tensor]], ddp: Any, reference: Reference) -
     )
     loss = float(total[0] / total[1].clamp(min=1e-300))
     worst, name_of_worst = 0.0, ""
-    for name, parameter in ddp.module.named_parameters():
+    for name, parameter in _parameters(chunks):
         if not parameter.requires_grad:
             continue
-        full = reference.grads[_full_name(name)]
-        want = _shard(full, parameter, name)
+        full = reference.grads[name]
+        want = _shard(full, parameter, name).to(parameter.device)
         scale = float(full.abs().max()) or 1.0
         error = float((parameter.main_grad - want).abs().max()) / scale
         if not error <= worst:  # a NaN is the worst error there is
@@ -129,7 +128,7 @@ def _compare(reports: list[dict[str, Tensor]], ddp: Any, reference: Reference) -
 
 
 def _arguments(
-    problem: Problem, layout: Layout, micro_batch: int, model: GPTModel
+    problem: Problem, layout: Layout, micro_batch: int, config: TransformerConfig
 ) -> argparse.Namespace:
     """The arguments of a run that the forward step reads; the model's shape is in its config."""
     given = {
@@ -144,7 +143,7 @@ def _arguments(
         "bp_grad_wire_dtype": "fp32",
         "bp_loss_chunk_rows": 7,
     }
-    return argparse.Namespace(**{**vars(model.config), **given})
+    return argparse.Namespace(**{**vars(config), **given})
 
 
 def _batches(problem: Problem, layout: Layout, micro_batch: int) -> Iterator[Sample]:
@@ -154,22 +153,31 @@ def _batches(problem: Problem, layout: Layout, micro_batch: int) -> Iterator[Sam
         yield {name: torch.stack([sample[name] for sample in part]) for name in part[0]}
 
 
-def _layout_model(problem: Problem, layout: Layout) -> GPTModel:
-    config = transformer_config(problem, layout)
-    model = gpt(config, diffusion_spec(local_spec(problem), config), problem)
-    use_plan_positions([model])
-    return model.to(problem.dtype)
+def _chunks(problem: Problem, layout: Layout, config: TransformerConfig) -> list[GPTModel]:
+    """The model chunks of this pipeline rank; one without the interleaved schedule."""
+    spec = diffusion_spec(local_spec(problem), config)
+    chunks = [gpt(config, spec, problem, chunk) for chunk in range(layout.virtual)]
+    use_plan_positions(chunks)
+    device = torch.device(torch.cuda.current_device())
+    return [chunk.to(device, problem.dtype) for chunk in chunks]
 
 
-def _full_name(name: str) -> str:
-    """A parameter's name in a model without pipeline parallelism."""
-    parts = name.split(".")
-    if "layers" in parts:
-        at = parts.index("layers") + 1
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        offset = parallel_state.get_pipeline_model_parallel_rank() * (2 // stages)
-        parts[at] = str(int(parts[at]) + offset)
-    return ".".join(parts)
+def _parameters(chunks: list[GPTModel]) -> Iterator[tuple[str, Any]]:
+    """Parameters, each by its name in a model on one rank: layers and experts are renumbered."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            parts = name.split(".")
+            if "layers" in parts:
+                at = parts.index("layers") + 1
+                layer: Any = chunk.decoder.layers[int(parts[at])]
+                parts[at] = str(layer.layer_number - 1)
+            if "local_experts" in parts:
+                at = parts.index("local_experts") + 1
+                first = parallel_state.get_expert_model_parallel_rank() * len(
+                    layer.mlp.experts.local_experts
+                )
+                parts[at] = str(first + int(parts[at]))
+            yield ".".join(parts), parameter
 
 
 def _shard(full: Tensor, like: Tensor, name: str) -> Tensor:

@@ -40,11 +40,13 @@ MODES = {
     "bp4": Layout(block=4),
     "hybrid4x2": Layout(context=2, block=4),
     "cp2": Layout(context=2),
+    "cp4": Layout(context=4),
 }
 CSBP2 = MODES["csbp2"]
 # Layers that run twice take attention from their first run, and gather again for backward.
 KEEP = replace(CSBP2, recompute="full", recompute_attention="keep", clean_kv="regather")
 REGATHER = replace(CSBP2, clean_kv="regather")
+VPP = replace(CSBP2, pipeline=2, virtual=2)
 
 # Shorter than a block, one block, over all ranks, one token, many blocks; then padding.
 DOCUMENTS = Problem(packed=True, documents=(3, 4, 33, 1, 12))
@@ -130,6 +132,50 @@ OTHERS = {
         for objective in ("standard", "fast_dllm_v2")
         for layout in (CSBP2, MODES["bp2"])
     ],
+    "experts": [
+        (Problem(num_experts=4, num_samples=samples, objective=objective), layout)
+        for samples, objective, layout in (
+            (1, "standard", replace(CSBP2, expert=2)),
+            (2, "fast_dllm_v2", replace(MODES["bp2"], expert=2)),
+            (2, "nemotron_labs", replace(CSBP2, expert=2, overlap=True)),
+            (1, "standard", replace(KEEP, expert=2)),
+            (1, "standard", replace(MODES["csbp4"], expert=2)),
+            (1, "fast_dllm_v2", replace(MODES["hybrid4x2"], expert=4)),
+            (2, "standard", replace(CSBP2, data=2, expert=4)),
+            (1, "fast_dllm_v2", replace(CSBP2, tensor=2, sequence_parallel=True, expert=2)),
+            (4, "standard", replace(CSBP2, pipeline=2, expert=2)),
+        )
+    ],
+    "vpp2_pp2_csbp2": [
+        (Problem(num_layers=4, num_samples=4, objective=objective, window=window), layout)
+        for objective, window, layout in (
+            ("standard", 7, VPP),
+            ("nemotron_labs", 0, replace(VPP, overlap=True)),
+            ("standard", 7, replace(VPP, clean_kv="regather")),
+            ("fast_dllm_v2", 0, replace(KEEP, pipeline=2, virtual=2)),
+            ("standard", 0, replace(VPP, recompute="full")),
+        )
+    ],
+    "overlap": [
+        (Problem(num_samples=2 * layout.data, objective=objective), layout)
+        for objective, layout in (
+            ("standard", replace(CSBP2, overlap=True)),
+            ("fast_dllm_v2", replace(CSBP2, data=2, overlap=True)),
+            ("standard", replace(MODES["bp2"], data=2, overlap=True)),
+            ("standard", replace(CSBP2, tensor=2, sequence_parallel=True, overlap=True)),
+        )
+    ],
+    "ablations": [
+        (Problem(window=window, objective=objective), replace(MODES[mode], knobs=(knob,)))
+        for knob, modes in (
+            (("bp_ownership", "contiguous"), ("csbp2", "csbp4", "hybrid4x2", "cp2")),
+            (("bp_overlap", False), ("csbp2", "cp2")),
+            (("bp_windowed_exchange", False), ("csbp4", "cp2")),
+            (("bp_hierarchical_gather", 2), ("csbp4", "cp4")),
+        )
+        for mode in modes
+        for window, objective in ((0, "standard"), (7, "fast_dllm_v2"))
+    ],
     "ragged": [(Problem(length=61, window=w), x) for w in (0, 7) for x in MODES.values()],
     "presets": [
         (Problem(objective=o, clean_rule="preset", few_targets=few, num_samples=2), layout)
@@ -201,9 +247,10 @@ def run_cases(rank: int, todo: Sequence[Case], folder: str, broken: bool) -> Non
         problems = dict.fromkeys(problem for _, problem, _ in todo)
         references = {problem: compute_reference(problem) for problem in problems}
         by_groups = sorted(todo, key=lambda case: case[2].degrees)
-        for degrees, cases_of in itertools.groupby(by_groups, key=lambda case: case[2].degrees):
-            start_layout(Layout(*degrees))
-            for name, problem, layout in cases_of:
+        for _, cases_of in itertools.groupby(by_groups, key=lambda case: case[2].degrees):
+            same_groups = list(cases_of)
+            start_layout(same_groups[0][2])
+            for name, problem, layout in same_groups:
                 begin = time.perf_counter()
                 result = check(problem, layout, references[problem])
                 rows.append(_row(name, problem, layout, result, time.perf_counter() - begin))

@@ -14,8 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
 from megatron_bp.data.packing import document_of_position
 from megatron_bp.mcore.dataset import CorruptionRules, Sample
@@ -25,20 +24,26 @@ from megatron_bp.objectives.objective import make_objective
 VOCAB, VALID_VOCAB, MASK_ID, END_ID = 64, 61, 60, 0
 
 
-class FullPrecisionSoftmax(TorchFunctionMode):
+class FullPrecisionSoftmax:
     """Lets an fp64 problem's softmax be fp64 where Megatron's router asks for fp32.
 
     In fp32 the gradient of a replicated clean row is rounded rank by rank, which hides errors
-    below 1e-8. Both sides of a comparison run under it.
+    below 1e-8. Both sides of a comparison run under it. It replaces the function, because a torch
+    function mode does not reach layers that run again in backward.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.softmax and args[0].dtype == torch.float64:
-            kwargs = {**kwargs, "dtype": torch.float64}
-        return func(*args, **kwargs)
+    def __enter__(self) -> None:
+        self._stock = stock = torch.softmax
+
+        def softmax(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if scores.dtype == torch.float64:
+                kwargs = {**kwargs, "dtype": torch.float64}
+            return stock(scores, *args, **kwargs)
+
+        torch.softmax = softmax  # type: ignore[assignment]
+
+    def __exit__(self, *_: object) -> None:
+        torch.softmax = self._stock
 
 
 @dataclass(frozen=True)
@@ -63,24 +68,35 @@ class Problem:
     length_multiple: int = 0
     few_targets: bool = False
     num_experts: int = 0
+    num_layers: int = 2
     per_token: bool = False
     dtype: torch.dtype = torch.float64
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How it is split: `context` and `block` are the two flags of a launch."""
+    """How it is split: `context` and `block` are the two flags of a launch.
+
+    `virtual` is the number of model chunks of a pipeline rank; `expert` ranks deal the experts, out
+    of the context and data ranks. `overlap`: the distributed optimizer's buffers, with gradients
+    reduced during backward and parameters gathered during forward. `knobs` are further flags, by
+    name in BlockParallelConfig.
+    """
 
     context: int = 1
     block: int = 1
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    virtual: int = 1
+    expert: int = 1
+    overlap: bool = False
     sequence_parallel: bool = False
     recompute: str = "none"
     recompute_attention: str = "rerun"
     clean_kv: str = "keep"
     strategy: str = "native"
+    knobs: tuple[tuple[str, Any], ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -88,9 +104,18 @@ class Layout:
         return max(self.context, self.block)
 
     @property
-    def degrees(self) -> tuple[int, int, int, int, int]:
-        """What decides the process groups: context, block, tensor, pipeline, data."""
-        return self.context, self.block, self.tensor, self.pipeline, self.data
+    def expert_tensor(self) -> int:
+        """Tensor-parallel ranks of an expert: whole experts, if they are dealt.
+
+        Halves of dealt experts would need gloo to gather tensors of unequal sizes, which it cannot.
+        """
+        return self.tensor if self.expert == 1 else 1
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """What decides the process groups."""
+        axes = (self.context, self.block, self.tensor, self.pipeline, self.data)
+        return *axes, self.virtual, self.expert
 
     @property
     def world_size(self) -> int:
@@ -153,7 +178,10 @@ def clean_packed(problem: Problem, index: int) -> Sample:
 
 
 def transformer_config(problem: Problem, layout: Layout) -> TransformerConfig:
-    """A two-layer GQA, QK-norm, RMSNorm, SwiGLU transformer; the first layer has the window."""
+    """A GQA, QK-norm, RMSNorm, SwiGLU transformer as Qwen3's; every other layer has the window.
+
+    With experts as Qwen3-MoE's: softmax over the chosen ones, an auxiliary loss for balance.
+    """
     recompute: dict[str, Any] = {}
     if layout.recompute == "full":
         recompute = {
@@ -171,9 +199,11 @@ def transformer_config(problem: Problem, layout: Layout) -> TransformerConfig:
             "moe_aux_loss_coeff": 0.1,
             "moe_router_load_balancing_type": "aux_loss",
             "moe_ffn_hidden_size": 24,
+            "expert_model_parallel_size": layout.expert,
+            "expert_tensor_parallel_size": layout.expert_tensor,
         }
     return TransformerConfig(
-        num_layers=2,
+        num_layers=problem.num_layers,
         hidden_size=32,
         num_attention_heads=4,
         num_query_groups=2,
@@ -193,12 +223,16 @@ def transformer_config(problem: Problem, layout: Layout) -> TransformerConfig:
         params_dtype=problem.dtype,
         pipeline_dtype=problem.dtype,
         window_size=(problem.window - 1, 0) if problem.window else None,
-        window_attn_skip_freq=[1, 0] if problem.window else None,
+        window_attn_skip_freq=[1, 0] * (problem.num_layers // 2) if problem.window else None,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
         context_parallel_size=layout.num_ranks,
         sequence_parallel=layout.sequence_parallel,
         variable_seq_lengths=layout.pipeline > 1,
+        # As Megatron's arguments have it: batched messages of two stages of chunks get mixed up.
+        overlap_p2p_comm=layout.virtual > 1,
+        batch_p2p_comm=layout.virtual == 1,
         calculate_per_token_loss=problem.per_token,
         # Megatron rejects its default dispatcher with variable lengths, even for dense models.
         moe_token_dispatcher_type="alltoall",
@@ -215,6 +249,9 @@ def start_layout(layout: Layout) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
         context_parallel_size=ranks,
         hierarchical_context_parallel_sizes=[shards, ranks // shards] if ranks > 1 else None,
     )
@@ -228,8 +265,9 @@ def local_spec(problem: Problem) -> Any:
     )
 
 
-def gpt(config: TransformerConfig, spec: Any, problem: Problem) -> GPTModel:
-    """A GPTModel of this pipeline stage."""
+def gpt(config: TransformerConfig, spec: Any, problem: Problem, chunk: int = 0) -> GPTModel:
+    """A GPTModel of this pipeline stage, or of one of its chunks."""
+    stage = chunk if config.virtual_pipeline_model_parallel_size else None
     return GPTModel(
         config,
         spec,
@@ -238,6 +276,7 @@ def gpt(config: TransformerConfig, spec: Any, problem: Problem) -> GPTModel:
         position_embedding_type="rope",
         rotary_base=1000,
         share_embeddings_and_output_weights=False,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(stage is None, stage),
+        post_process=parallel_state.is_pipeline_last_stage(stage is None, stage),
+        vp_stage=stage,
     )

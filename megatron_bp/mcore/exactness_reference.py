@@ -87,7 +87,7 @@ def compute_reference(problem: Problem) -> Reference:
     for name, parameter in model.named_parameters():
         parameters[name] = _initial(name, parameter)
         parameter.data.copy_(parameters[name])
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / problem.num_samples)
     rotary = model.rotary_pos_emb
 
     def log_probabilities(problem: Problem, sample: Sample) -> Tensor:
