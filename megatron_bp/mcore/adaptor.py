@@ -15,7 +15,7 @@ import torch
 
 from megatron_bp.config import BlockParallelConfig, list_problems
 from megatron_bp.mcore import arguments, cpu, refusals, versions
-from megatron_bp.mcore.checkpoints import mend_tracker
+from megatron_bp.mcore.checkpoints import mend_tracker, optimizer_problems
 
 
 def pretrain_bdlm() -> None:
@@ -143,7 +143,8 @@ def refuse_after_start(args: argparse.Namespace, tokenizer: Any) -> None:
         args.mask_token_id, vocabulary_size(args, tokenizer), special_ids(tokenizer)
     )
     if args.load is not None:
-        problems += refusals.resume_problems(args, saved_arguments(args.load, args.ckpt_step))
+        saved = saved_arguments(args.load, args.ckpt_step)
+        problems += refusals.resume_problems(args, saved) + optimizer_problems(args, saved)
     if problems:
         raise ValueError(list_problems(problems))
 

@@ -85,6 +85,34 @@ def checkpoint_problems(args: argparse.Namespace, config: BlockParallelConfig) -
     return problems
 
 
+def optimizer_problems(args: argparse.Namespace, saved: argparse.Namespace) -> list[str]:
+    """Returns why a run cannot load the optimizer's state of the checkpoint of --load, if so.
+
+    `saved` are the arguments in the checkpoint; empty if it has none.
+    """
+    if args.finetune or args.no_load_optim or getattr(saved, "no_save_optim", True):
+        return []
+    if args.use_distributed_optimizer != saved.use_distributed_optimizer:
+        what, remedy = ("without", "drop") if args.use_distributed_optimizer else ("with", "add")
+        return [
+            f"the checkpoint of --load {args.load} was saved {what} --use-distributed-optimizer, "
+            f"which keeps its state in another form; {remedy} --use-distributed-optimizer, or "
+            "start with new moments: --no-load-optim"
+        ]
+    degrees = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    old, new = ([getattr(one, degree) for degree in degrees] for one in (saved, args))
+    reshardable = getattr(saved, "dist_ckpt_optim_fully_reshardable", False)
+    if not args.use_distributed_optimizer or reshardable or old == new:
+        return []
+    return [
+        f"the checkpoint of --load {args.load} was saved at TP {old[0]} x PP {old[1]} without "
+        "--dist-ckpt-optim-fully-reshardable, so its optimizer state follows data, context and "
+        f"block degrees only; use --tensor-model-parallel-size {old[0]} "
+        f"--pipeline-model-parallel-size {old[1]} (and add --dist-ckpt-optim-fully-reshardable for "
+        "the next checkpoint), or start with new moments: --no-load-optim"
+    ]
+
+
 def is_same_folder(one: str, other: str) -> bool:
     """Returns whether two paths name the same folder, which need not exist."""
     return Path(one).resolve() == Path(other).resolve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_bp.mcore.checkpoints import (
     complete_iterations,
     iteration_folder,
     mend_tracker,
+    optimizer_problems,
 )
 from tests.mcore.parsing import parsed
 
@@ -102,3 +104,47 @@ def test_an_asynchronous_save_that_megatron_would_switch_off_is_refused() -> Non
     assert "add --use-persistent-ckpt-worker" in problem
     both = parsed("--async-save --use-persistent-ckpt-worker")
     assert checkpoint_problems(both, CONFIG) == []
+
+
+DISTRIBUTED = "--use-distributed-optimizer"
+RESHARDABLE = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
+TP = "--tensor-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("saved", "run", "said"),
+    [
+        ("", DISTRIBUTED, "was saved without --use-distributed-optimizer"),
+        (RESHARDABLE, "", "add --use-distributed-optimizer, or"),
+        (
+            DISTRIBUTED,
+            f"{RESHARDABLE} {TP}",
+            "saved at TP 1 x PP 1 without --dist-ckpt-optim-fully",
+        ),
+        (f"{DISTRIBUTED} {TP}", DISTRIBUTED, "use --tensor-model-parallel-size 2 --pipeline-"),
+    ],
+)
+def test_an_optimizer_state_of_another_form_is_refused(saved: str, run: str, said: str) -> None:
+    (problem,) = optimizer_problems(parsed(f"{run} --load run"), parsed(saved))
+    assert said in problem
+    for way_out in ("--no-load-optim", "--finetune"):
+        assert optimizer_problems(parsed(f"{run} --load run {way_out}"), parsed(saved)) == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "run"),
+    [
+        ("", TP),
+        (RESHARDABLE, f"{DISTRIBUTED} {TP}"),
+        (DISTRIBUTED, f"{DISTRIBUTED} --context-parallel-size 2 --block-parallel-size 2"),
+        (f"{DISTRIBUTED} --no-save-optim", TP),
+    ],
+)
+def test_an_optimizer_state_that_can_move_is_not_refused(saved: str, run: str) -> None:
+    assert optimizer_problems(parsed(f"{run} --load run"), parsed(saved)) == []
+
+
+def test_a_converted_checkpoint_has_no_optimizer_state() -> None:
+    converted = argparse.Namespace(no_save_optim=True)
+    for saved in (converted, argparse.Namespace()):
+        assert optimizer_problems(parsed(f"{DISTRIBUTED} --load run"), saved) == []
