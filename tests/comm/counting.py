@@ -4,6 +4,7 @@ A "node" is a run of `ranks_per_node` global ranks; bytes between nodes are thos
 another one.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,21 +63,20 @@ _COLLECTIVES = {
 
 
 @contextmanager
-def counted(ranks_per_node: int = 1 << 30, only: tuple[int, ...] = ()) -> Iterator[list[Sent]]:
-    """What this rank sends while the context lasts.
+def counted(ranks_per_node: int = 1 << 30, caller: str = "") -> Iterator[list[Sent]]:
+    """What this rank sends while the context lasts, in calls from modules that start with `caller`.
 
-    Calls that are not counted are errors. With `only`, the global ranks of a group, calls over
-    other groups than it and its parts (or with operands of their own) pass uncounted.
+    Calls that are not counted are errors there; calls from elsewhere pass.
     """
     sent: list[Sent] = []
     originals = {name: getattr(dist, name) for name in _COLLECTIVES}
 
     def wrap(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            group = kwargs.get("group") or dist.group.WORLD
-            ranks = tuple(dist.get_process_group_ranks(group))
-            if not only or (len(ranks) > 1 and set(ranks) <= set(only)):
+            if sys._getframe(1).f_globals["__name__"].startswith(caller):
                 assert name in _RULES, f"torch.distributed.{name} is not counted by this test"
+                group = kwargs["group"]
+                ranks = tuple(dist.get_process_group_ranks(group))
                 peers = _RULES[name](*args, group=group, **_without(kwargs))
                 node = dist.get_rank() // ranks_per_node
                 inside = [rank // ranks_per_node == node for rank in ranks]
