@@ -47,6 +47,7 @@ class Life:
     tracker: tuple[str, ...]
     flags: str = ""
     rank: int = 0
+    ends: int = -signal.SIGKILL
 
 
 def die() -> None:
@@ -67,6 +68,21 @@ def in_step(number: int) -> None:
         return call(self, *args)
 
     DiffusionForwardStep.__call__ = counted  # type: ignore[method-assign]
+
+
+def asked_to_end() -> None:
+    """Gets SIGTERM in its first step, as before a time limit."""
+    from megatron_bp.mcore.forward_step import DiffusionForwardStep
+
+    call, told = DiffusionForwardStep.__call__, [False]
+
+    def tell(self: Any, *args: Any) -> Any:
+        if not told[0]:
+            told[0] = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        return call(self, *args)
+
+    DiffusionForwardStep.__call__ = tell  # type: ignore[method-assign]
 
 
 def at(event: str, ending: str, before: Callable[[Path], None] | None = None) -> None:
@@ -136,7 +152,8 @@ ONE_RANK = (
     Life("metadata.json", in_description, ("2",)),
     Life("before the tracker", before_tracker, ("2",)),
     Life("tracker", in_tracker, ("",)),
-    Life("step after an asynchronous save", in_third_step, ("4", "6"), ASYNC),
+    Life("SIGTERM", asked_to_end, ("5",), "--exit-signal-handler", ends=0),
+    Life("step after an asynchronous save", in_third_step, ("5", "6"), ASYNC),
     Life("tracker, asynchronous", in_tracker, ("",), ASYNC),
 )
 TWO_RANKS = (
@@ -161,7 +178,7 @@ def live(folder: Path, name: str) -> list[str]:
 
         job = fork_job(num_ranks, flags(f"{given} {life.flags}"), folder / str(number), death)
         ends = job.wait()
-        assert set(ends) == {-signal.SIGKILL}, f"{life.name}: {ends}\n{job.log.read_text()[-6000:]}"
+        assert set(ends) == {life.ends}, f"{life.name}: {ends}\n{job.log.read_text()[-6000:]}"
         tracker = run / TRACKER
         found.append(tracker.read_text() if tracker.exists() else "none")
         if found[-1].isdecimal():
