@@ -148,6 +148,12 @@ class BlockParallelConfig:
         "full "
         "matrix-multiply speed, 1024 x vocabulary numbers of memory.",
     )
+    bp_peak_tflops: float = _knob(
+        0.0,
+        "What --log-throughput measures utilization against (TFLOP/s of one GPU, dense, in the "
+        "parameters' dtype). Default 0: the bf16 peak of A100, H100, H200 and B200 by name; on "
+        "other devices utilization is left out.",
+    )
     bdlm_noise_seed: int = _knob(
         NOT_GIVEN,
         "Seed of the corruption noise. Default -1: the value of --seed, so one seed names a run.",
@@ -231,6 +237,11 @@ class BlockParallelConfig:
             found.append(
                 f"--bdlm-length-multiple {self.bdlm_length_multiple} must be 0 (off) or positive; "
                 "use for example 256"
+            )
+        if self.bp_peak_tflops < 0:
+            found.append(
+                f"--bp-peak-tflops {self.bp_peak_tflops} must be 0 (by device) or positive; use "
+                "for example 989"
             )
         if not self.is_diffusion and self.bdlm_data != "stream":
             found.append(

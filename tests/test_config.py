@@ -23,6 +23,7 @@ FROZEN = {
     "--bp-grad-wire-dtype": "fp32",
     "--bp-recompute-attention": "auto",
     "--bp-clean-kv": "auto",
+    "--bp-peak-tflops": 0.0,
     "--bp-hierarchical-gather": 0,
     "--bp-ownership": "dual_end",
     "--bp-windowed-exchange": True,

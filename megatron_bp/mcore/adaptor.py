@@ -16,6 +16,7 @@ import torch
 from megatron_bp.config import BlockParallelConfig, list_problems
 from megatron_bp.mcore import arguments, cpu, refusals, versions
 from megatron_bp.mcore.checkpoints import mend_tracker, optimizer_problems
+from megatron_bp.mcore.writer_watch import watch_writer
 
 
 def pretrain_bdlm() -> None:
@@ -37,6 +38,8 @@ def train() -> None:
     cpu.use_shipped_dataset_helpers()
     versions.require_seams()
     args, config = parse()
+    if config.is_diffusion and args.async_save and args.async_strategy == "mcore":
+        watch_writer()
 
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
@@ -91,8 +94,10 @@ def parts(
 
     from megatron_bp.mcore.forward_step import DiffusionForwardStep
     from megatron_bp.mcore.model import use_block_diffusion
+    from megatron_bp.mcore.throughput import count_useful_work
 
     use_block_diffusion(model_config)
+    count_useful_work(config)
     if config.bdlm_lora_rank:
         from megatron_bp.mcore.lora import Lora
         from megatron_bp.mcore.lora_state import use_lora

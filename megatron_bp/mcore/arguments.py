@@ -102,7 +102,17 @@ def banner(args: argparse.Namespace, config: BlockParallelConfig) -> str:
         f"  context group {num_ranks} = max(--context-parallel-size {num_shards}, "
         "--block-parallel-size "
         f"{bp}): {num_shards} clean shard(s), each held by {num_ranks // num_shards} rank(s)"
+        + _throughput_line(args, config)
     )
+
+
+def _throughput_line(args: argparse.Namespace, config: BlockParallelConfig) -> str:
+    if not args.log_throughput:
+        return ""
+    from megatron_bp.mcore.throughput import peak_of_run
+
+    _, text = peak_of_run(args, config)
+    return f"\n  throughput counts useful work only; model FLOPs utilization is {text}"
 
 
 def mode_name(num_shards: int, block_parallel_size: int) -> str:

@@ -49,8 +49,8 @@ def run_of(args: argparse.Namespace, config: BlockParallelConfig, recompute: Rec
     Raises: ValueError for what cannot be laid out.
     """
     return Run(
-        _model(args),
-        _batch(args, config),
+        model_of(args),
+        batch_of(args, config),
         _topology(args, config),
         policy_of(args, config, recompute),
     )
@@ -110,7 +110,8 @@ def approximations(args: argparse.Namespace, config: BlockParallelConfig) -> lis
     return found
 
 
-def _model(args: argparse.Namespace) -> ModelShape:
+def model_of(args: argparse.Namespace) -> ModelShape:
+    """Returns the model of validated arguments."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
     kinds: Counter[LayerKind] = Counter()
@@ -149,7 +150,8 @@ def _kind(args: argparse.Namespace, attention: AttentionShape, layer: int) -> La
     return LayerKind(attention, shared, experts, gated=args.swiglu)
 
 
-def _batch(args: argparse.Namespace, config: BlockParallelConfig) -> BatchShape:
+def batch_of(args: argparse.Namespace, config: BlockParallelConfig) -> BatchShape:
+    """Returns the batch of validated arguments, with as many targets as noise has on average."""
     objective = objective_of(args, config)
     return BatchShape(
         length=args.seq_length,

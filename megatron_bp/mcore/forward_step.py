@@ -8,8 +8,6 @@ tests/mcore/test_forward_step.py.
 from __future__ import annotations
 
 import argparse
-import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -36,6 +34,7 @@ from megatron_bp.mcore.model import local_row_mask
 from megatron_bp.mcore.next_token import refuse_not_finite
 from megatron_bp.mcore.parallel_state import Links, make_block_groups
 from megatron_bp.mcore.recompute import decide
+from megatron_bp.mcore.throughput import Meter
 from megatron_bp.objectives.accuracy import label_wins
 from megatron_bp.objectives.loss import (
     LOCAL,
@@ -114,13 +113,13 @@ class DiffusionForwardStep:
         self.args, self.config, self.rules = args, config, rules
         self.num_valid_vocab = num_valid_vocab
         self._decided: tuple[Keeping, ...] = ()  # by the first training micro-batch
-        self._last_training = math.nan  # when the last micro-batch ended, if it was a training one
+        self._meter = Meter(args, config)
 
     def __call__(self, data_iterator: Iterator[Sample], model: Any) -> tuple[Any, partial[Any]]:
         """Returns the model's output and the function that makes a loss of it."""
         training = model.training
         if not training:
-            self._last_training = math.nan
+            self._meter.pause()
         timers = get_timers()
         vp_stage = get_attr_wrapped_model(model, "vp_stage")
         if not is_first_or_last_pipeline_stage(vp_stage) and not self.rules.split_documents:
@@ -247,26 +246,13 @@ class DiffusionForwardStep:
         report = {"bdlm loss": torch.stack([loss.detach(), count])}
         report |= target_report(targets, scores, self.rules.objective, not training)
         if training:
-            report |= self._throughput(num_samples, loss.device)
+            report |= self._meter.report(layout, targets.is_target)
             if layout.groups.num_ranks > 1:
                 pair = torch.tensor([owned_imbalance(layout.plan), 1.0], dtype=torch.float64)
                 report["attention imbalance"] = pair.to(loss.device)
         if per_batch:
             return loss, targets.num_counted.to(torch.int), report
         return loss, report
-
-    def _throughput(self, num_samples: int, device: torch.device) -> dict[str, Tensor]:
-        """(Clean tokens of all data ranks, seconds) since the training micro-batch before.
-
-        Nothing after the start or an evaluation: the time since then is no step's.
-        """
-        now = time.perf_counter()
-        seconds, self._last_training = now - self._last_training, now
-        if math.isnan(seconds):
-            return {}
-        tokens = num_samples * self.args.seq_length * self.args.data_parallel_size
-        pair = torch.tensor([tokens, seconds], dtype=torch.float64, device=device)
-        return {"tokens per second": pair}
 
 
 def target_report(

@@ -11,7 +11,7 @@ import torch
 
 from megatron_bp.mcore import forward_step
 from megatron_bp.mcore.batch import CLEAN, Targets
-from megatron_bp.mcore.forward_step import DiffusionForwardStep, target_report
+from megatron_bp.mcore.forward_step import target_report
 from megatron_bp.objectives.objective import make_objective
 
 JOINT = make_objective("nemotron_labs")
@@ -93,18 +93,6 @@ def test_the_head_waits_for_a_weight_that_is_gathered_when_its_layer_is_called(
         context=forward_step.TargetHead(targets([0, 1], 2), 8, -1, 7, with_accuracy=False),
     )
     assert float(total) == pytest.approx(2 * math.log(8))
-
-
-def test_throughput_needs_two_training_steps_in_a_row() -> None:
-    args = type("Args", (), {"seq_length": 48, "data_parallel_size": 2})()
-    step = DiffusionForwardStep(args, None, None, 1)  # type: ignore[arg-type]
-    assert step._throughput(3, torch.device("cpu")) == {}
-    tokens, seconds = step._throughput(3, torch.device("cpu"))["tokens per second"].tolist()
-    assert tokens == 3 * 48 * 2
-    assert 0 < seconds < 60
-    step._last_training = math.nan  # as an evaluation leaves it
-    assert step._throughput(3, torch.device("cpu")) == {}
-    assert step._throughput(3, torch.device("cpu")).keys() == {"tokens per second"}
 
 
 def test_one_level_is_one_quarter() -> None:
