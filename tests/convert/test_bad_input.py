@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_bp.convert.ar_to_bdlm import ImportRequest, hf_to_mcore
+from megatron_bp.convert.ar_to_bdlm import ImportRequest, ar_to_bdlm, hf_to_mcore
+from megatron_bp.convert.bdlm_settings import BdlmSettings
 from megatron_bp.convert.export import ExportRequest, mcore_to_hf
+from megatron_bp.convert.link import TensorInfo
+from megatron_bp.convert.mask_wish import MaskWish
 from megatron_bp.convert.plan import Layout
 from megatron_bp.convert.progress import Silent
+from megatron_bp.convert.torch_dist_io import COMMON_STATE, Chunk, TorchDistReader
+from megatron_bp.convert.torch_dist_writer import write_torch_dist
 from tests.convert.tiny_models import QWEN3, make_hf, random_tensors, read_hf
 
 UP = "model.layers.2.mlp.up_proj.weight"
@@ -140,4 +146,70 @@ def test_a_truncated_or_lost_checkpoint_file_is_named_on_export(tmp_path: Path):
     file.unlink()
     with pytest.raises(ValueError, match=r"__0_0.distcp is missing; it holds embedding"):
         mcore_to_hf(export, Silent())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m"]
+
+
+def _rewrite(release: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    """Replaces a checkpoint by one with changed tensors."""
+    reader = TorchDistReader(release)
+    values = {key: torch.cat([rows for _, rows in reader.iter_rows(key)]) for key in reader.tensors}
+    objects = {COMMON_STATE: reader.common_state()}
+    change(values)
+    shutil.rmtree(release)
+    chunks = [
+        Chunk(key, TensorInfo(tuple(x.shape), x.dtype), (0,) * x.dim(), tuple(x.shape))
+        for key, x in values.items()
+    ]
+    write_torch_dist(release, chunks, objects, lambda chunk: values[chunk.key])
+
+
+FC1 = "decoder.layers.2.mlp.linear_fc1.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda x: x.pop(FC1), rf"1 missing: {FC1}\n?$"),
+        (lambda x: x.update({f"{FC1}_": x[FC1]}), rf"1 not accounted for: {FC1}_$"),
+        (
+            lambda x: x.update({"decoder.layers.2.mlp.fc1.weight": x.pop(FC1)}),
+            rf"1 missing: {FC1}\n  1 not accounted for: decoder\.layers\.2\.mlp\.fc1\.weight",
+        ),
+        (
+            lambda x: x.update({FC1: x[FC1][1:].clone()}),
+            rf"1 of another shape: {FC1} has \[159, 48\], config says \[160, 48\]",
+        ),
+    ],
+    ids=["dropped", "extra", "renamed", "misshapen"],
+)
+def test_damaged_checkpoints_are_refused_by_name(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any], text: str
+):
+    hf = make_hf(tmp_path / "hf", QWEN3)
+    hf_to_mcore(ImportRequest(hf, tmp_path / "m", Layout.PER_LAYER, "keep", False), Silent())
+    _rewrite(tmp_path / "m" / "release", change)
+    sizes = (-1, "keep", 10**9, 0, -1, False)
+    export = ExportRequest(tmp_path / "m", tmp_path / "b", tmp_path / "m" / "hf", *sizes)
+    with pytest.raises(ValueError, match=text):
+        mcore_to_hf(export, Silent())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m"]
+
+
+def test_a_mask_id_outside_the_table_is_refused_on_both_ways(tmp_path: Path):
+    hf = make_hf(tmp_path / "hf", QWEN3)
+    request = ImportRequest(hf, tmp_path / "m", Layout.PER_LAYER, "keep", overwrite=False)
+    settings = BdlmSettings("standard", 8, "preset", "", -1)
+    for token_id, text in (
+        (101, "=101 is unused, .* --mask-token-id 100 "),
+        (5, "cannot become the mask"),
+    ):
+        wish = MaskWish("", token_id, resize=False, init="mean")
+        with pytest.raises(ValueError, match=text):
+            ar_to_bdlm(request, settings, wish, Silent())
+        assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    hf_to_mcore(request, Silent())
+    sizes = (-1, "keep", 10**9, 8, 101, False)
+    export = ExportRequest(tmp_path / "m", tmp_path / "b", tmp_path / "m" / "hf", *sizes)
+    with pytest.raises(ValueError, match=r"mask_token_id=101 must be in \[0, vocab_size=101\)"):
+        mcore_to_hf(replace(export, objective="standard"), Silent())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m"]
