@@ -5,13 +5,16 @@ In bf16 with the distributed optimizer: what is resumed are its fp32 main parame
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_bp.mcore.checkpoints import iteration_folder
 from megatron_bp.mcore.cpu_saving import copy_tensors
-from tests.mcore.forks import Megatron, checkpoint, finish
+from tests.mcore.forks import Megatron, checkpoint, finish, fork_job
 from tests.mcore.runs import flags, read_scalars
 
 RUN = (
@@ -41,6 +44,38 @@ def test_an_asynchronous_save_is_the_synchronous_one(tmp_path: Path, megatron: M
     whole = read_scalars(tmp_path / "log_whole/tensorboard")
     for one, other in zip(logged[0] + logged[1], whole, strict=True):
         assert (one["bdlm loss"], one["grad-norm"]) == (other["bdlm loss"], other["grad-norm"])
+
+
+def _kill_the_writer(rank: int) -> None:
+    """In the third step, after the save of the second."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    from megatron_bp.mcore.forward_step import DiffusionForwardStep
+
+    call, count = DiffusionForwardStep.__call__, [0]
+
+    def counted(self: Any, *args: Any) -> Any:
+        count[0] += 1
+        if count[0] == 5:
+            os.kill(PersistentAsyncCaller._persistent_process.pid, signal.SIGKILL)
+        return call(self, *args)
+
+    DiffusionForwardStep.__call__ = counted  # type: ignore[method-assign]
+
+
+def _orphaned(folder: Path) -> tuple[list[int], str]:
+    given = flags(f"--train-iters 8 --eval-iters 0 {ASYNC} --save {folder}/run --save-interval 2")
+    job = fork_job(1, given, folder / "log", _kill_the_writer)
+    return job.wait(timeout=60.0), job.log.read_text()
+
+
+def test_a_rank_without_its_writer_ends_instead_of_waiting(
+    tmp_path: Path, megatron: Megatron
+) -> None:
+    ends, text = megatron.call(_orphaned, tmp_path)
+    assert ends == [1], text[-3000:]
+    assert "is gone: killed, or it could not write" in text
+    assert "start the job again" in text
 
 
 def test_the_writer_gets_tensors_of_its_own() -> None:
