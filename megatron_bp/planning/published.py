@@ -9,6 +9,7 @@ numbers and where they were found are in `NUMBERS`. Specified by tests/planning/
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from megatron_bp.layout.flops import needed_flops
 from megatron_bp.layout.memory import peak_memory
 from megatron_bp.layout.model_shape import AttentionShape, LayerKind
 from megatron_bp.layout.owners import Ownership
@@ -27,8 +28,11 @@ from megatron_bp.planning.predict import Schedule, layer_time, predict
 from megatron_bp.planning.shapes import model_named
 
 PASSES = 3  # two gathers (forward, recomputation) and one reduction
-ABSTRACT = "abstract of arXiv 2609.19242 (https://arxiv.org/abs/2609.19242)"
-READ = "read from the paper (notes of the project)"
+PAPER = "arXiv 2609.19242 (https://arxiv.org/abs/2609.19242)"
+ABSTRACT = f"abstract of {PAPER}"
+READ = f"{PAPER}, as the project had noted it"
+NOTES = f"{PAPER}, second hand: public reading notes of September 2026"
+PAGE = "captions of https://scalingintelligence.stanford.edu/Turbo-dLLM/, from a search excerpt"
 
 # What their kernels do on an H200: FlashAttention 4's mask form with exact block lists (D 128,
 # windows), FlexAttention forward at D 256, as measured with unmodified packages (docs/plan.md).
@@ -64,11 +68,27 @@ NUMBERS = MappingProxyType(
         "diffusiongemma CSBP GiB": Number(28.30, READ),
         "256K step s": Number(56.4, READ),
         "256K exposed s": Number(2.41, READ),
-        "SFT 256K lowest": Number(1.18, ABSTRACT),
-        "SFT 256K highest": Number(1.45, ABSTRACT),
-        "conversion 256K lowest": Number(1.27, ABSTRACT),
-        "conversion 256K highest": Number(1.33, ABSTRACT),
-        "512K highest": Number(1.61, ABSTRACT),
+        "nemotron-3b 256K": Number(1.18, f"{ABSTRACT}; {NOTES}: 1.18 to 1.19 for 3B to 14B"),
+        "nemotron-14b 256K": Number(1.19, NOTES),
+        "diffusiongemma 256K": Number(1.45, f"{ABSTRACT}; model from {NOTES}"),
+        "qwen 256K lowest": Number(1.27, ABSTRACT),
+        "qwen 256K": Number(1.33, f"{ABSTRACT}; model from {NOTES}"),
+        "qwen 64K": Number(1.26, PAGE),
+        "diffusiongemma 64K": Number(1.25, PAGE),
+        "diffusiongemma 512K": Number(1.61, f"{ABSTRACT}; model from {NOTES}"),
+        "nemotron-14b by block": Number(1.145, f"{NOTES}: 1.14 to 1.15, blocks 128 to 1024"),
+        "diffusiongemma by block": Number(1.385, f"{NOTES}: 1.33 to 1.44, blocks 128 to 1024"),
+        "pure BP 64K": Number(1.46, NOTES),
+        "contiguous lowest": Number(1.28, NOTES),
+        "contiguous highest": Number(1.34, NOTES),
+        "diffusiongemma CP MFU": Number(0.127, NOTES),
+        "diffusiongemma CSBP MFU": Number(0.184, NOTES),
+        "qwen CP MFU": Number(0.201, NOTES),
+        "qwen CSBP MFU": Number(0.268, NOTES),
+        "CSBP 64K GiB": Number(89.8, NOTES),
+        "pure BP 64K GiB": Number(110.7, NOTES),
+        "qwen CP HBM": Number(120.7, NOTES),
+        "qwen CSBP HBM": Number(111.1, NOTES),
         "DFlash2 512K": Number(2.48, ABSTRACT),
         "DFlash2 1M": Number(7.59, ABSTRACT),
     }
@@ -201,3 +221,39 @@ def published_speedup(setting: Setting) -> float:
     """Predicted seconds of the baseline over CSBP's."""
     baseline, owned = published_step(setting, False), published_step(setting, True)
     return baseline.seconds / owned.seconds
+
+
+def published_utilisation(setting: Setting, block_owned: bool) -> float:
+    """Needed operations over seconds, 16 GPUs and peak; every sample has a clean copy."""
+    run = setting.run(block_owned)
+    seconds = published_step(setting, block_owned).seconds * run.topology.world
+    return needed_flops(run) / seconds / (THEIR_CLUSTER.hardware.peak_tflops * 1e12)
+
+
+def pure_block_parallel(setting: Setting) -> Run:
+    """The same run with clean rows on every rank."""
+    run = setting.run(True)
+    return replace(run, topology=replace(run.topology, shards=1))
+
+
+def slowdown_of_pure(setting: Setting) -> float:
+    """Predicted seconds of pure block parallelism over CSBP's."""
+    pure = predict(pure_block_parallel(setting), THEIR_CLUSTER, Schedule.BLOCKING)
+    return pure.total / published_step(setting, True).seconds
+
+
+def slowdown_of_contiguous(setting: Setting) -> float:
+    """Predicted seconds with contiguous target blocks over dual-end ones; clean rows stay dual-end.
+
+    The last rank's corrupted pairs are (2P - 1) / P of the mean in full layers.
+    """
+    run, extra = setting.run(True), 0.0
+    request = run.request()
+    even = pair_counts(request)
+    busiest = pair_counts(replace(request, ownership=Ownership.CONTIGUOUS)).corrupted.max()
+    more = float((even.clean.max() + busiest) / even.total.max()) - 1
+    for kind, count in run.model.layers:
+        if isinstance(kind.mixer, AttentionShape) and not kind.mixer.window:
+            layer = layer_time(run, kind, THEIR_CLUSTER, Schedule.BLOCKING)
+            extra += count * more * (2 * layer.attention_forward + layer.attention_backward)
+    return 1 + extra / published_step(setting, True).seconds
