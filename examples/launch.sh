@@ -13,7 +13,6 @@ launch() {
     return
   fi
   export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it before Blackwell: order of launches
-  export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
   export NCCL_DEBUG=${NCCL_DEBUG:-WARN} OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
   export MASTER_PORT=${MASTER_PORT:-29500}
   if [ -n "${SLURM_PROCID:-}" ]; then # one task a GPU: signals reach the training processes
@@ -23,6 +22,6 @@ launch() {
   fi
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${SAVE_SECONDS:-540} # torchrun kills after 30 s otherwise
   exec python -m torch.distributed.run --nnodes "$NODES" --nproc-per-node "$GPUS_PER_NODE" \
-    --node-rank "${NODE_RANK:-$JOB_COMPLETION_INDEX}" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
-    examples/pretrain_bdlm.py "$@"
+    --node-rank "${NODE_RANK:-$JOB_COMPLETION_INDEX}" --master-addr "$MASTER_ADDR" \
+    --master-port "$MASTER_PORT" examples/pretrain_bdlm.py "$@"
 }
