@@ -20,46 +20,47 @@ from megatron_bp.planning.simulate_work import LayerWork, layer_work
 
 LOCAL, EARLY, LATE = 0, 1, 2
 PHASE_NAMES = ("local", "early", "late")
+Steps = tuple[tuple[Message, ...], ...]
 
 
 @dataclass(frozen=True)
 class KeyMessages:
-    """Keys of one layer on the wire: steps of the clean slabs (by phase) and the corrupted rows.
+    """Keys of one layer on the wire: the clean slabs, by phase, and the corrupted rows.
 
-    Each is the messages that follow one another, for rows in elements of the wire.
+    Each is steps that follow one another; the messages of one step run at a time.
     """
 
-    slabs: tuple[tuple[int, tuple[Message, ...]], ...]
-    corrupted: tuple[Message, ...]
+    slabs: tuple[tuple[int, Steps], ...]
+    corrupted: Steps
 
 
-def key_messages(scenario: Scenario, kind: LayerKind, width: int) -> KeyMessages:
+def key_messages(scenario: Scenario, kind: LayerKind, width: int, gathers: bool) -> KeyMessages:
     """The messages of one gather, or of one reduction, with `width` bytes an element."""
     run, cluster = scenario.run, scenario.cluster
     if not isinstance(kind.mixer, AttentionShape) or run.topology.context == 1:
         return KeyMessages((), ())
     row, window = kv_row_elements(run, kind) * width, kind.mixer.window
-    slabs: list[tuple[int, tuple[Message, ...]]] = []
+    slabs: list[tuple[int, Steps]] = []
     shards = run.topology.shards
     if shards > 1 and window and run.topology.windowed_exchange:
         sent = clean_rows_sent(run, window) * row
-        slabs.append((EARLY, (neighbours(cluster, scenario.placements["shards"], sent),)))
+        slabs.append((EARLY, ((neighbours(cluster, scenario.placements["shards"], sent),),)))
     elif shards > 1:
         lengths = owners_of(run.request()).clean.slab_lengths
         for phase, length in zip((EARLY, LATE), lengths, strict=True):
-            slabs.append((phase, _gather(scenario, (shards - 1) * length * row)))
-    corrupted: tuple[Message, ...] = ()
+            slabs.append((phase, _slab(scenario, (shards - 1) * length * row, gathers)))
+    corrupted: Steps = ()
     if run.topology.mode is Mode.CP:
         placement = scenario.placements["context"]
-        corrupted = (ring(cluster, placement, corrupted_rows_sent(run) * row),)
+        corrupted = ((ring(cluster, placement, corrupted_rows_sent(run) * row),),)
     return KeyMessages(tuple(slabs), corrupted)
 
 
-def _gather(scenario: Scenario, sent: float) -> tuple[Message, ...]:
+def _slab(scenario: Scenario, sent: float, gathers: bool) -> Steps:
     placement = scenario.placements["shards"]
     if scenario.hierarchical and placement.nodes > 1 and placement.per_node > 1:
-        return by_node(scenario.cluster, placement, sent)
-    return (ring(scenario.cluster, placement, sent),)
+        return by_node(scenario.cluster, placement, sent, gathers)
+    return ((ring(scenario.cluster, placement, sent),),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,8 +94,8 @@ def make_layer(
         work,
         tuple(scenario.mesh.of_context(x) for x in work.forward),
         tuple(scenario.mesh.of_context(x) for x in work.backward),
-        key_messages(scenario, kind, run.policy.element_bytes),
-        key_messages(scenario, kind, run.policy.grad_wire_bytes),
+        key_messages(scenario, kind, run.policy.element_bytes, gathers=True),
+        key_messages(scenario, kind, run.policy.grad_wire_bytes, gathers=False),
         tensor,
         expert if kind.experts.num_experts else (),
         reorder,
@@ -171,10 +172,10 @@ class LayerWriter:
         waits: dict[int, list[int]] = {}
         for phase, steps in layer.gather.slabs:
             name = f"gather {PHASE_NAMES[phase]} keys"
-            waits.setdefault(phase, []).append(self._send(name, "shards", steps, after))
+            waits.setdefault(phase, []).extend(self._send(name, "shards", steps, after))
         if layer.gather.corrupted:
             sent = self._send("gather corrupted keys", "context", layer.gather.corrupted, after)
-            waits.setdefault(LATE, []).append(sent)
+            waits.setdefault(LATE, []).extend(sent)
         return waits
 
     def _attend(self, layer: Layer, waits: dict[int, list[int]]) -> None:
@@ -197,30 +198,31 @@ class LayerWriter:
         if layer.work.mixer[1]:
             program.compute("mixer backward", layer.work.mixer[1])
             return
-        slabs, reduced = dict(layer.reduce.slabs), []
+        slabs = dict(layer.reduce.slabs)
+        reduced: list[int] = []
         for phase in (LATE, EARLY, LOCAL):
             if layer.backward[phase].any():
                 name = f"attention backward, {PHASE_NAMES[phase]} slab"
                 program.compute(name, layer.backward[phase])
             if phase in slabs:
                 name = f"reduce {PHASE_NAMES[phase]} keys"
-                reduced.append(self._send(name, "shards", slabs[phase][::-1], LAST))
+                sent = self._send(name, "shards", slabs[phase], LAST)
+                reduced += sent
                 if self.blocking:
-                    program.wait(reduced[-1])
+                    program.wait(*sent)
         if layer.reduce.corrupted:
-            sent = self._send("reduce corrupted keys", "context", layer.reduce.corrupted, LAST)
-            reduced.append(sent)
+            name = "reduce corrupted keys"
+            reduced += self._send(name, "context", layer.reduce.corrupted, LAST)
         program.wait(*reduced)
         if layer.reorder:
             program.compute("reorder key gradients", layer.reorder)
 
-    def _send(
-        self, name: str, group: str, steps: tuple[Message, ...], after: tuple[int, ...]
-    ) -> int:
+    def _send(self, name: str, group: str, steps: Steps, after: tuple[int, ...]) -> tuple[int, ...]:
+        """Starts a message's steps; the operations of the last one."""
         groups = getattr(self.program.mesh, group)
         for step in steps:
-            after = (self.program.send(name, "context", groups, step, after),)
-        return after[0]
+            after = tuple(self.program.send(name, "context", groups, m, after) for m in step)
+        return after
 
     def _tensor(self, layer: Layer) -> None:
         for message in layer.tensor:

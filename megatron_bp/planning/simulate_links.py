@@ -68,19 +68,25 @@ def ring(cluster: Cluster, span: Placement, sent_bytes: float) -> Message:
     return Message((Lane.NODE, Lane.NETWORK), seconds, (sent_bytes - network, network))
 
 
-def by_node(cluster: Cluster, span: Placement, sent_bytes: float) -> tuple[Message, Message]:
-    """The two steps of comm/hierarchical.py, between nodes and inside a node.
+def by_node(
+    cluster: Cluster, span: Placement, sent_bytes: float, gathers: bool
+) -> tuple[tuple[Message, ...], ...]:
+    """The two steps of comm/hierarchical.py; messages of one step run at a time.
 
-    Of g - 1 shares, k - 1 go between nodes in one ring of k, and k * (n - 1) inside, in k calls.
+    Of g - 1 shares, k - 1 go between nodes in one ring of k, and k * (n - 1) inside, in k calls. A
+    gather's own node is gathered beside the exchange between nodes; a reduction is inside first.
     """
     gpu, share = cluster.hardware, sent_bytes / (span.size - 1)
     between, inside = share * (span.nodes - 1), share * (span.per_node - 1)
-    network = gpu.network_link.seconds(between) + HOP_S * (span.nodes - 1)
-    node = span.nodes * gpu.node_link.seconds(inside)
-    return (
-        Message((Lane.NETWORK,), network, (between,)),
-        Message((Lane.NODE,), node, (span.nodes * inside,)),
-    )
+    seconds = gpu.network_link.seconds(between) + HOP_S * (span.nodes - 1)
+    network = Message((Lane.NETWORK,), seconds, (between,))
+
+    def calls(count: int) -> Message:
+        return Message((Lane.NODE,), count * gpu.node_link.seconds(inside), (count * inside,))
+
+    if gathers:
+        return (network, calls(1)), (calls(span.nodes - 1),)
+    return (calls(span.nodes),), (network,)
 
 
 def all_to_all(cluster: Cluster, span: Placement, sent_bytes: float) -> Message:

@@ -45,9 +45,18 @@ def test_two_steps_send_what_the_hierarchical_exchange_sends() -> None:
     exchange = make_plan(request, 0).exchange
     assert isinstance(exchange, SlabExchange)
     rows = exchange.link_rows(8, Route.BY_NODE)
-    between, inside = by_node(CLUSTER, TWO_NODES, float(exchange.sent_rows))
-    assert (between.lanes, between.sent) == ((Lane.NETWORK,), (rows.between,))
-    assert (inside.lanes, inside.sent) == ((Lane.NODE,), (rows.inside,))
+    for gathers in (True, False):
+        steps = by_node(CLUSTER, TWO_NODES, float(exchange.sent_rows), gathers)
+        messages = [message for step in steps for message in step]
+        sent = {lane: 0.0 for lane in (Lane.NODE, Lane.NETWORK)}
+        for message in messages:
+            sent[message.lanes[0]] += message.sent[0]
+        assert (sent[Lane.NODE], sent[Lane.NETWORK]) == rows
+    (between, own), (other,) = by_node(CLUSTER, TWO_NODES, 15 * GIB, gathers=True)
+    assert (between.seconds, own.seconds) == pytest.approx((3e-5 + 0.1 + HOP_S, 1e-5 + 0.07))
+    assert other.seconds == own.seconds
+    (inside,), (after,) = by_node(CLUSTER, TWO_NODES, 15 * GIB, gathers=False)
+    assert (inside.seconds, after) == (pytest.approx(2 * own.seconds), between)
 
 
 def test_a_direct_exchange_waits_for_its_slower_link() -> None:
