@@ -151,47 +151,50 @@ def exposed_keys(
 ) -> tuple[float, float, float]:
     """Exposed seconds of one gather in forward, one in backward, and one reduction.
 
-    Overlapped: the early half hides behind nothing but local launches (neglected), the late half
-    behind launches on early keys; in backward the late half's reduction hides behind them, the
-    early half's behind nothing. A gather for backward runs one layer ahead and hides behind that
-    layer. Blocking: everything is exposed; the context-parallel baseline copies what it gathered
-    into order as well (once each way).
+    Overlapped: the early half hides behind nothing but local launches (neglected); the late half,
+    and in the context-parallel baseline the corrupted keys, behind launches on early keys. In
+    backward their reductions hide behind those launches, the early half's behind nothing. A gather
+    for backward runs one layer ahead and hides behind that layer; corrupted keys are not fetched
+    ahead. Blocking: everything is exposed, and the baseline copies what it gathered into order.
     """
     topology, policy = run.topology, run.policy
     if topology.context == 1:
         return 0.0, 0.0, 0.0
     assert isinstance(kind.mixer, AttentionShape)
     elements = kv_row_elements(run, kind)
-    clean = clean_rows_sent(run, kind.mixer.window) * elements
-    corrupted = corrupted_rows_sent(run) * elements
+    rows = clean_rows_sent(run, kind.mixer.window) * elements
+    own_rows = corrupted_rows_sent(run) * elements
     windowed = bool(kind.mixer.window) and topology.windowed_exchange
-    late = EARLY_SHARE * attention[0], EARLY_SHARE * attention[1]
 
-    def seconds(width: int, halves: int) -> float:
-        sent, size, stride = clean * width / halves, topology.shards, topology.tensor
+    def clean(width: int, parts: int = 1) -> float:
+        sent, size, stride = rows * width / parts, topology.shards, topology.tensor
         if windowed:
-            time = cluster.all_to_all_seconds(sent, size, stride)
-        else:
-            flat = cluster.ring_seconds(sent, size, stride)
-            time = min(flat, cluster.two_step_seconds(sent, size, stride))
-        own = corrupted * width / halves
-        return time + cluster.ring_seconds(own, topology.context, stride)
+            return cluster.all_to_all_seconds(sent, size, stride)
+        flat = cluster.ring_seconds(sent, size, stride)
+        return min(flat, cluster.two_step_seconds(sent, size, stride))
 
-    gather, reduce = seconds(policy.element_bytes, 2), seconds(policy.grad_wire_bytes, 2)
-    if schedule is Schedule.OVERLAPPED and topology.mode is not Mode.CP:
-        if windowed:  # one message each way, behind launches on local keys
-            there, back = seconds(policy.element_bytes, 1), seconds(policy.grad_wire_bytes, 1)
-            return max(0.0, there - attention[0] / 2), max(0.0, there - sum(attention)), back
+    def own(width: int) -> float:
+        return cluster.ring_seconds(own_rows * width, topology.context, topology.tensor)
+
+    there, back = policy.element_bytes, policy.grad_wire_bytes
+    if schedule is Schedule.BLOCKING:
+        order = 0.0
+        if topology.mode is Mode.CP:
+            order = 2 * gathered_bytes(run, kind) / (cluster.hardware.elementwise_tb_s * T)
+        whole = clean(there) + own(there) + order
+        return whole, whole, clean(back) + own(back) + order
+    if windowed:  # one message each way, behind launches on local keys
         return (
-            gather + max(0.0, gather - late[0]),
-            max(0.0, 2 * gather - sum(attention)),
-            reduce + max(0.0, reduce - late[1]),
+            max(0.0, clean(there) + own(there) - attention[0] / 2),
+            max(0.0, clean(there) - sum(attention)) + own(there),
+            clean(back) + max(0.0, own(back) - attention[1] / 2),
         )
-    order = 0.0
-    if topology.mode is Mode.CP:
-        order = 2 * gathered_bytes(run, kind) / (cluster.hardware.elementwise_tb_s * T)
-    whole = seconds(policy.element_bytes, 1) + order
-    return whole, whole, seconds(policy.grad_wire_bytes, 1) + order
+    gather, reduce = clean(there, 2), clean(back, 2)
+    return (
+        gather + max(0.0, gather + own(there) - EARLY_SHARE * attention[0]),
+        max(0.0, 2 * gather - sum(attention)) + own(there),
+        reduce + max(0.0, reduce + own(back) - EARLY_SHARE * attention[1]),
+    )
 
 
 def predict(run: Run, cluster: Cluster, schedule: Schedule = Schedule.OVERLAPPED) -> StepTime:

@@ -71,7 +71,7 @@ def memory_text(candidate: Candidate) -> str:
 def differences(step: StepTime, best: StepTime) -> str:
     """The largest parts that a step spends more than the best one."""
     more = {f.name: getattr(step, f.name) - getattr(best, f.name) for f in fields(step)}
-    parts = sorted((value, name) for name, value in more.items() if value > 0.01 * best.total)
+    parts = sorted((value, name) for name, value in more.items() if value > 0.002 * best.total)
     if not parts:
         return "many small parts"
     return ", ".join(f"{name} +{value:.2f} s" for value, name in reversed(parts))

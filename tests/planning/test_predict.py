@@ -53,6 +53,19 @@ def test_overlapped_keys_wait_less_than_blocking_ones() -> None:
     assert ours.total - ours.exposed_context == pytest.approx(theirs.total - theirs.exposed_context)
 
 
+def test_the_baseline_hides_corrupted_keys_as_far_as_it_can() -> None:
+    """It computes while they travel too, so little of twice the bytes is seen inside a node."""
+    baseline = Topology(context=8, shards=8, block_owned=False)
+    owned, other = predict(run(), CLUSTER), predict(run(baseline), CLUSTER)
+    assert other.exposed_context >= owned.exposed_context
+    assert other.attention == pytest.approx(owned.attention, rel=1e-3)
+    waiting = predict(run(baseline), CLUSTER, Schedule.BLOCKING).exposed_context
+    assert waiting > 1.5 * other.exposed_context
+    again = Policy(keep_gathered=False)  # corrupted keys are not fetched ahead
+    more = predict(run(baseline, again), CLUSTER).exposed_context - other.exposed_context
+    assert more > predict(run(policy=again), CLUSTER).exposed_context - owned.exposed_context
+
+
 def test_the_measured_share_of_exposed_keys_is_met() -> None:
     """Four H200, forward of one layer at 64K: 2.8 % over compute alone (docs/plan.md)."""
     model = replace(MODEL, layers=((MODEL.layers[0][0], 1),))
