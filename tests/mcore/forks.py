@@ -59,7 +59,11 @@ class Megatron:
 
 
 def _serve(pipe: Any) -> None:
-    from megatron_bp.mcore import cpu, forward_step, model  # noqa: F401  # once, for all forks
+    # Once, for all forks: what every job imports. Tokenizers bring transformers, which takes most.
+    import megatron.core.tokenizers.text  # noqa: F401
+    import torch.utils.tensorboard
+
+    from megatron_bp.mcore import cpu, dataset, forward_step, model  # noqa: F401
 
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
