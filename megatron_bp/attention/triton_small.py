@@ -63,17 +63,18 @@ def _visible(a, c, num_rows, near, far, left, right):  # type: ignore[no-untyped
 
 @triton.jit
 def _load_keys(  # type: ignore[no-untyped-def]
-    ptr, ptr2, first, own, last, z, m, c, h, split, near, far, size, s_k, s_z, s_m, t_k, t_z, t_m
+    clean, own, end, c, h, split, near, far, size, s_k, t_k, FAR: tl.constexpr
 ):
-    """Rows c of the runs [clean ; own ; far end], zero beyond them."""
+    """Rows c of the runs [clean ; own ; far end], zero beyond; the pointers are to their row 0."""
     inside = (h < size)[None, :]
-    mine = ((c >= split) & (c < near))[:, None]
-    clean = ((c < split) | ((c >= near) & (c < near + far)))[:, None]
-    row = tl.where(c < split, first + c, last + c - near)[:, None]
-    a = tl.load(ptr + row * s_k + z * s_z + m * s_m + h[None, :], mask=inside & clean, other=0.0)
-    row = (own + c - split)[:, None]
-    b = tl.load(ptr2 + row * t_k + z * t_z + m * t_m + h[None, :], mask=inside & mine, other=0.0)
-    return tl.where(mine, b, a)
+    c2, h2 = c[:, None], h[None, :]
+    mine = (c2 >= split) & (c2 < near)
+    rows = tl.load(clean + c2 * s_k + h2, mask=inside & (c2 < split), other=0.0)
+    rows = tl.where(mine, tl.load(own + c2 * t_k + h2, mask=inside & mine, other=0.0), rows)
+    if FAR:
+        last = (c2 >= near) & (c2 < near + far)
+        rows = tl.where(last, tl.load(end + c2 * s_k + h2, mask=inside & last, other=0.0), rows)
+    return rows
 
 
 @triton.jit
@@ -81,29 +82,30 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     starts_ptr, q_ptr, k_ptr, v_ptr, k2_ptr, v2_ptr, out_ptr, lse_ptr,
     problems, samples, num_rows, split, near, far, group, size, scale, left, right,
     q_q, q_z, q_n, k_k, k_z, k_m, k2_k, k2_z, k2_m, o_q, o_z, o_n, l_q, l_z, l_n,
-    STORE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
+    STORE: tl.constexpr, FAR: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     problem, m = tl.program_id(0), tl.program_id(1)
     x, z = problem // samples, (problem % samples).to(tl.int64)
     row = tl.load(starts_ptr + x)
-    first, own = tl.load(starts_ptr + problems + x), tl.load(starts_ptr + 2 * problems + x)
-    last = tl.load(starts_ptr + 3 * problems + x)
+    first = tl.load(starts_ptr + problems + x) * k_k + z * k_z + m * k_m
+    own = (tl.load(starts_ptr + 2 * problems + x) - split) * k2_k + z * k2_z + m * k2_m
+    last = (tl.load(starts_ptr + 3 * problems + x) - near) * k_k + z * k_z + m * k_m
     r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     a, n = r // group, m * group + r % group
     c, h = tl.arange(0, KEYS), tl.arange(0, SIZE)
     keep = a < num_rows
     keep2 = keep[:, None] & (h < size)[None, :]
-    t = row + a
-    q_at = q_ptr + t[:, None] * q_q + z * q_z + n[:, None] * q_n + h[None, :]
+    q_at = q_ptr + row * q_q + z * q_z + (a[:, None] * q_q + n[:, None] * q_n + h[None, :])
     q = tl.load(q_at, mask=keep2, other=0.0)
-    k = _load_keys(k_ptr, k2_ptr, first, own, last, z, m, c, h, split, near, far, size,
-                   k_k, k_z, k_m, k2_k, k2_z, k2_m)  # fmt: skip
-    v = _load_keys(v_ptr, v2_ptr, first, own, last, z, m, c, h, split, near, far, size,
-                   k_k, k_z, k_m, k2_k, k2_z, k2_m)  # fmt: skip
+    k = _load_keys(k_ptr + first, k2_ptr + own, k_ptr + last, c, h, split, near, far, size,
+                   k_k, k2_k, FAR)  # fmt: skip
+    v = _load_keys(v_ptr + first, v2_ptr + own, v_ptr + last, c, h, split, near, far, size,
+                   k_k, k2_k, FAR)  # fmt: skip
     seen = _visible(a[:, None], c[None, :], num_rows, near, far, left, right)
     s = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
-    o_at = out_ptr + t[:, None] * o_q + z * o_z + n[:, None] * o_n + h[None, :]
-    l_at = lse_ptr + t * l_q + z * l_z + n * l_n
+    o_at = out_ptr + row * o_q + z * o_z + (a[:, None] * o_q + n[:, None] * o_n + h[None, :])
+    l_at = lse_ptr + row * l_q + z * l_z + (a * l_q + n * l_n)
     top = tl.max(s, 1)
     if not STORE:
         old = tl.load(l_at, mask=keep, other=float("-inf"))
@@ -124,9 +126,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _put(ptr, row, z, m, h, value, keep, size, s_k, s_z, s_m, STORE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes the rows of `value` that are kept, or adds them to what is there."""
-    at = ptr + row[:, None] * s_k + z * s_z + m * s_m + h[None, :]
+def _put(ptr, c, h, value, keep, size, s_k, STORE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes the rows c of `value` that are kept to `ptr` (of row 0), or adds them."""
+    at = ptr + c[:, None] * s_k + h[None, :]
     keep2 = keep[:, None] & (h < size)[None, :]
     if not STORE:
         value += tl.load(at, mask=keep2, other=0.0).to(tl.float32)
@@ -147,48 +149,55 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     problem, m = tl.program_id(0), tl.program_id(1)
     x, z = problem // samples, (problem % samples).to(tl.int64)
     row = tl.load(starts_ptr + x)
-    first, own = tl.load(starts_ptr + problems + x), tl.load(starts_ptr + 2 * problems + x)
-    last = tl.load(starts_ptr + 3 * problems + x)
+    first, own = tl.load(starts_ptr + problems + x), tl.load(starts_ptr + 2 * problems + x) - split
+    last = tl.load(starts_ptr + 3 * problems + x) - near
     c, h = tl.arange(0, KEYS), tl.arange(0, SIZE)
-    k = _load_keys(k_ptr, k2_ptr, first, own, last, z, m, c, h, split, near, far, size,
-                   k_k, k_z, k_m, k2_k, k2_z, k2_m)  # fmt: skip
-    v = _load_keys(v_ptr, v2_ptr, first, own, last, z, m, c, h, split, near, far, size,
-                   k_k, k_z, k_m, k2_k, k2_z, k2_m)  # fmt: skip
+    a1, b1, c1 = first * k_k + z * k_z + m * k_m, own * k2_k + z * k2_z + m * k2_m, last * k_k
+    c1 += z * k_z + m * k_m
+    k = _load_keys(k_ptr + a1, k2_ptr + b1, k_ptr + c1, c, h, split, near, far, size,
+                   k_k, k2_k, FAR)  # fmt: skip
+    v = _load_keys(v_ptr + a1, v2_ptr + b1, v_ptr + c1, c, h, split, near, far, size,
+                   k_k, k2_k, FAR)  # fmt: skip
+    q_ptr += row * q_q + z * q_z + m * group * q_n
+    dout_ptr += row * g_q + z * g_z + m * group * g_n
+    out_ptr += row * o_q + z * o_z + m * group * o_n
+    dq_ptr += row * d_q + z * d_z + m * group * d_n
+    lse_ptr += row * l_q + z * l_z + m * group * l_n
     dk = tl.zeros((KEYS, SIZE), dtype=tl.float32)
     dv = tl.zeros((KEYS, SIZE), dtype=tl.float32)
     for start in range(0, num_rows * group, ROWS):
         r = start + tl.arange(0, ROWS)
-        a, n = r // group, m * group + r % group
+        a, n = r // group, r % group
         keep = a < num_rows
         keep2 = keep[:, None] & (h < size)[None, :]
-        t = row + a
-        t2, n2, h2 = t[:, None], n[:, None], h[None, :]
-        q = tl.load(q_ptr + t2 * q_q + z * q_z + n2 * q_n + h2, mask=keep2, other=0.0)
-        g = tl.load(dout_ptr + t2 * g_q + z * g_z + n2 * g_n + h2, mask=keep2, other=0.0)
-        o = tl.load(out_ptr + t2 * o_q + z * o_z + n2 * o_n + h2, mask=keep2, other=0.0)
-        lse = tl.load(lse_ptr + t * l_q + z * l_z + n * l_n, mask=keep, other=0.0)
+        a2, n2, h2 = a[:, None], n[:, None], h[None, :]
+        g = tl.load(dout_ptr + (a2 * g_q + n2 * g_n + h2), mask=keep2, other=0.0)
+        o = tl.load(out_ptr + (a2 * o_q + n2 * o_n + h2), mask=keep2, other=0.0)
         delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
-        seen = _visible(a[:, None], c[None, :], num_rows, near, far, left, right)
+        q = tl.load(q_ptr + (a2 * q_q + n2 * q_n + h2), mask=keep2, other=0.0)
+        lse = tl.load(lse_ptr + (a * l_q + n * l_n), mask=keep, other=0.0)
+        seen = _visible(a2, c[None, :], num_rows, near, far, left, right)
         s = tl.dot(q, tl.trans(k)) * scale
         p = tl.where(seen, tl.exp(s - lse[:, None]), 0.0)
         dv += tl.dot(tl.trans(p.to(g.dtype)), g)
         ds = (p * (tl.dot(g, tl.trans(v)) - delta[:, None]) * scale).to(q.dtype)
         dk += tl.dot(tl.trans(ds), q)
         dq = tl.dot(ds, k)
-        d_at = dq_ptr + t2 * d_q + z * d_z + n2 * d_n + h2
+        d_at = dq_ptr + (a2 * d_q + n2 * d_n + h2)
         if not STORE:
             dq += tl.load(d_at, mask=keep2, other=0.0).to(tl.float32)
         tl.store(d_at, dq.to(dq_ptr.dtype.element_ty), mask=keep2)
-    at = first + c if DIRECT else x.to(tl.int64) * split + c
-    _put(dk_ptr, at, z, m, h, dk, c < split, size, e_k, e_z, e_m, CLEAN)
-    _put(dv_ptr, at, z, m, h, dv, c < split, size, e_k, e_z, e_m, CLEAN)
-    at, keep = own + c - split, (c >= split) & (c < near)
-    _put(dk2_ptr, at, z, m, h, dk, keep, size, e2_k, e2_z, e2_m, OWN)
-    _put(dv2_ptr, at, z, m, h, dv, keep, size, e2_k, e2_z, e2_m, OWN)
+    at = (first if DIRECT else x.to(tl.int64) * split) * e_k + z * e_z + m * e_m
+    _put(dk_ptr + at, c, h, dk, c < split, size, e_k, CLEAN)
+    _put(dv_ptr + at, c, h, dv, c < split, size, e_k, CLEAN)
+    at, keep = own * e2_k + z * e2_z + m * e2_m, (c >= split) & (c < near)
+    _put(dk2_ptr + at, c, h, dk, keep, size, e2_k, OWN)
+    _put(dv2_ptr + at, c, h, dv, keep, size, e2_k, OWN)
     if FAR:
-        at, keep = x.to(tl.int64) * far + c - near, (c >= near) & (c < near + far)
-        _put(dk3_ptr, at, z, m, h, dk, keep, size, e3_k, e3_z, e3_m, True)
-        _put(dv3_ptr, at, z, m, h, dv, keep, size, e3_k, e3_z, e3_m, True)
+        at = (x.to(tl.int64) * far - near) * e3_k + z * e3_z + m * e3_m
+        keep = (c >= near) & (c < near + far)
+        _put(dk3_ptr + at, c, h, dk, keep, size, e3_k, True)
+        _put(dv3_ptr + at, c, h, dv, keep, size, e3_k, True)
 
 
 def _sizes(q_TZNH: Tensor, keys: Keys, todo: Problems) -> tuple[int, ...]:
@@ -237,6 +246,7 @@ def forward_into(
         *out.stride()[:3],
         *lse.stride(),
         STORE=store,
+        FAR=todo.lengths[2] > 0,
         **_tiles(todo, size),
         num_warps=4 if size <= 128 else 8,
     )
