@@ -140,6 +140,7 @@ def _arguments(
         "check_for_nan_in_loss_and_grad": False,
         "data_parallel_size": layout.data,
         "group_query_attention": True,
+        "log_throughput": False,
         "bp_grad_wire_dtype": "fp32",
         "bp_loss_chunk_rows": 7,
     }
