@@ -43,7 +43,7 @@ class Megatron:
         self._process.kill()
         self._process.join()
 
-    def call(self, fn: Callable[..., Any], *args: Any, timeout: float = 240.0) -> Any:
+    def call(self, fn: Callable[..., Any], *args: Any, timeout: float = 600.0) -> Any:
         """Returns `fn(*args)` from that process.
 
         `fn` is a module-level function; arguments and result must be picklable.
