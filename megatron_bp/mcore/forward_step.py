@@ -8,7 +8,7 @@ tests/mcore/test_forward_step.py.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -112,6 +112,7 @@ class DiffusionForwardStep:
     ) -> None:
         self.args, self.config, self.rules = args, config, rules
         self.num_valid_vocab = num_valid_vocab
+        self.timers: Callable[[], Any] = get_timers  # another trainer has its own
         self._decided: tuple[Keeping, ...] = ()  # by the first training micro-batch
         self._meter = Meter(args, config)
 
@@ -120,7 +121,7 @@ class DiffusionForwardStep:
         training = model.training
         if not training:
             self._meter.pause()
-        timers = get_timers()
+        timers = self.timers()
         vp_stage = get_attr_wrapped_model(model, "vp_stage")
         if not is_first_or_last_pipeline_stage(vp_stage) and not self.rules.split_documents:
             params = make_params(self.layouts.common, self._keeping(model))
