@@ -108,7 +108,7 @@ def _read(name: str, **changes: Any) -> ModelShape:
         (
             "bailing-tied",
             {"num_experts_per_tok": 2},
-            "must be 2 or 3 for every one of topk_group=2",
+            "must be twice topk_group=2: the",
         ),
         ("bailing-tied", {"rotary_dim": 16}, "rotary_dim=16 must be head_dim"),
         ("bailing-tied", {"first_k_dense_replace": 4}, "first_k_dense_replace=4 must be in [0, 3]"),

@@ -141,7 +141,7 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
     known = all(isinstance(value, int) and value > 0 for value in (chosen, best))
     if known and groups != 1 and chosen // best != 2:
         problems.append(
-            f"num_experts_per_tok={chosen} must be 2 or 3 for every one of topk_group={best}: the "
+            f"num_experts_per_tok={chosen} must be twice topk_group={best}: the "
             f"model ranks groups by their 2 best experts, Megatron by that quotient"
         )
     if isinstance(groups, int) and isinstance(experts, int) and groups and experts % groups:
