@@ -69,7 +69,9 @@ def counted(ranks_per_node: int = 1 << 30, caller: str = "") -> Iterator[list[Se
     Calls that are not counted are errors there; calls from elsewhere pass.
     """
     sent: list[Sent] = []
-    originals = {name: getattr(dist, name) for name in _COLLECTIVES}
+    # torch compares these two by identity, so elsewhere they must stay what they are.
+    names = _COLLECTIVES - {"isend", "irecv"} if caller else _COLLECTIVES
+    originals = {name: getattr(dist, name) for name in names}
 
     def wrap(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +88,7 @@ def counted(ranks_per_node: int = 1 << 30, caller: str = "") -> Iterator[list[Se
 
         return call
 
-    for name in _COLLECTIVES:
+    for name in originals:
         setattr(dist, name, wrap(name))
     try:
         yield sent
