@@ -30,6 +30,7 @@ from megatron_bp.layout.plan import PlanRequest
 from megatron_bp.mcore.batch import CLEAN, Batch, LayoutSource, Targets, receive_batch
 from megatron_bp.mcore.carrier import Layout, make_layout, make_params, row_multiple
 from megatron_bp.mcore.dataset import CorruptionRules, Sample
+from megatron_bp.mcore.expert_rows import every_row_counts
 from megatron_bp.mcore.model import local_row_mask
 from megatron_bp.mcore.next_token import refuse_not_finite
 from megatron_bp.mcore.parallel_state import Links, make_block_groups
@@ -215,8 +216,8 @@ class DiffusionForwardStep:
         return int(args.micro_batch_size if training else args.eval_micro_batch_size)
 
     def _row_mask(self, layout: Layout, num_samples: int, vp_stage: Any) -> dict[str, Tensor]:
-        """Rows that expert statistics skip, if there are experts."""
-        if not self.args.num_experts:
+        """Rows that expert statistics skip, if there are experts and such rows on any rank."""
+        if not self.args.num_experts or every_row_counts(layout.plan):
             return {}
         # The first stage deals the mask over tensor-parallel ranks together with the embedding.
         is_first = parallel_state.is_pipeline_first_stage(

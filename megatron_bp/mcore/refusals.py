@@ -16,6 +16,7 @@ from megatron_bp.config import BLOCK_PARALLEL, BlockParallelConfig, flag, list_p
 from megatron_bp.layout.plan import PlanRequest, make_plan
 from megatron_bp.mcore.checkpoints import TRACKER, checkpoint_problems, is_same_folder
 from megatron_bp.mcore.choices import objective_of
+from megatron_bp.mcore.expert_refusals import expert_problems
 from megatron_bp.mcore.lora_flags import lora_problems
 
 # What decides the meaning of the weights; a resumed run must not change it unnoticed.
@@ -43,6 +44,8 @@ def refuse(args: argparse.Namespace, config: BlockParallelConfig) -> None:
         node_problems,
         length_problems,
         model_problems,
+        expert_problems,
+        recompute_problems,
         unverified_problems,
         data_problems,
         load_problems,
@@ -154,11 +157,22 @@ def model_problems(args: argparse.Namespace, config: BlockParallelConfig) -> Pro
         )
     if getattr(args, "softmax_type", "vanilla") != "vanilla":
         problems.append(f"--softmax-type {args.softmax_type} is not supported; use vanilla")
-    if args.num_experts and args.calculate_per_token_loss:
+    return problems
+
+
+def recompute_problems(args: argparse.Namespace, config: BlockParallelConfig) -> Problems:
+    """Returns which wishes about layers that run twice cannot be met."""
+    problems, full = [], args.recompute_granularity == "full"
+    if config.bp_recompute_attention == "keep" and not full:
         problems.append(
-            "--calculate-per-token-loss with --num-experts scales the auxiliary loss by the number "
-            "of "
-            "targets; drop --calculate-per-token-loss (the default loss is exact)"
+            "--bp-recompute-attention keep needs layers that run twice; add "
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1, or "
+            "use --bp-recompute-attention auto"
+        )
+    if full and config.bp_recompute_attention == "rerun" and config.bp_clean_kv == "keep":
+        problems.append(
+            "--bp-clean-kv keep has no effect with --bp-recompute-attention rerun, whose second "
+            "run gathers again; use --bp-clean-kv auto"
         )
     return problems
 
@@ -202,6 +216,17 @@ _MUST_BE_OFF: tuple[tuple[str, Any, str], ...] = (
     ("perform_rl_step", False, "drop --perform-rl-step"),
     ("yaml_cfg", None, "give the arguments as flags instead of --yaml-cfg"),
     ("tensor_parallel_num_weight_shards", None, "drop --tensor-parallel-num-weight-shards"),
+    (
+        "fine_grained_activation_offloading",
+        False,
+        "drop --fine-grained-activation-offloading, which empties tensors that the backward of our "
+        "attention reads; use --recompute-granularity full",
+    ),
+    (
+        "cpu_offloading_num_layers",
+        0,
+        "drop --cpu-offloading-num-layers (not verified); use --recompute-granularity full",
+    ),
     ("fp4", None, "drop --fp4-format; attention computes in bf16 and fp4 linears are not verified"),
 )
 OUR_SPEC = ("megatron_bp.mcore.spec", "gpt_layer")

@@ -36,6 +36,17 @@ CASES = {
     "--mtp-num-layers 1": "drop --mtp-num-layers",
     "--cuda-graph-impl local": "use --cuda-graph-impl none",
     "--tp-comm-overlap": "drop --tp-comm-overlap",
+    "--enable-cuda-graph": "drop --enable-cuda-graph",
+    "--external-cuda-graph": "drop --external-cuda-graph",
+    "--fine-grained-activation-offloading --offload-modules core_attn": (
+        "drop --fine-grained-activation-offloading, which empties tensors"
+    ),
+    "--cpu-offloading-num-layers 1": "use --recompute-granularity full",
+    "--bp-recompute-attention keep": "add --recompute-granularity full --recompute-method uniform",
+    "--bp-recompute-attention keep --recompute-granularity selective": "layers that run twice",
+    "--bp-recompute-attention rerun --bp-clean-kv keep --recompute-granularity full": (
+        "use --bp-clean-kv auto"
+    ),
     "--attention-backend local": "use --attention-backend auto with --transformer-impl local",
     "--multi-latent-attention": "drop --multi-latent-attention",
     "--sft": "use --bdlm-data sft instead of --sft",
@@ -93,6 +104,10 @@ def test_it_is_refused_with_a_value_that_would_work(text: str) -> None:
         "--calculate-per-token-loss --use-distributed-optimizer",
         "--load folder --save folder",
         "--reset-attention-mask --eod-mask-loss",
+        "--recompute-granularity full --bp-recompute-attention keep --bp-clean-kv keep",
+        "--recompute-granularity full --bp-recompute-attention rerun",
+        "--bp-clean-kv regather",
+        "--fp8-format hybrid",
     ],
 )
 def test_what_works_is_not_refused(text: str) -> None:
