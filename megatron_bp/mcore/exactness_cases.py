@@ -146,6 +146,16 @@ OTHERS = {
             (4, "standard", replace(CSBP2, pipeline=2, expert=2)),
         )
     ],
+    "balance": [
+        (Problem(num_experts=4, num_samples=1, **given), layout)
+        for given, layout in (
+            ({"balance": "seq_aux_loss"}, replace(CSBP2, expert=2)),
+            ({"balance": "global_aux_loss", "objective": "fast_dllm_v2"}, MODES["bp2"]),
+            ({"z_loss": 0.1}, replace(CSBP2, expert=2)),
+            ({"expert_bias": True}, replace(CSBP2, expert=2)),
+            ({"length": 61}, replace(CSBP2, expert=2)),
+        )
+    ],
     "vpp2_pp2_csbp2": [
         (Problem(num_layers=4, num_samples=4, objective=objective, window=window), layout)
         for objective, window, layout in (

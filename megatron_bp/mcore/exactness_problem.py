@@ -68,6 +68,9 @@ class Problem:
     length_multiple: int = 0
     few_targets: bool = False
     num_experts: int = 0
+    balance: str = "aux_loss"
+    z_loss: float = 0.0
+    expert_bias: bool = False
     num_layers: int = 2
     per_token: bool = False
     dtype: torch.dtype = torch.float64
@@ -197,8 +200,11 @@ def transformer_config(problem: Problem, layout: Layout) -> TransformerConfig:
             "num_moe_experts": problem.num_experts,
             "moe_router_topk": 2,
             "moe_aux_loss_coeff": 0.1,
-            "moe_router_load_balancing_type": "aux_loss",
+            "moe_router_load_balancing_type": problem.balance,
             "moe_ffn_hidden_size": 24,
+            "moe_z_loss_coeff": problem.z_loss or None,
+            "moe_router_enable_expert_bias": problem.expert_bias,
+            "moe_router_score_function": "sigmoid" if problem.expert_bias else "softmax",
             "expert_model_parallel_size": layout.expert,
             "expert_tensor_parallel_size": layout.expert_tensor,
         }

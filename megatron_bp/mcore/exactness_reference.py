@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from megatron_bp.attention.reference import reference_attention
@@ -88,6 +89,9 @@ def compute_reference(problem: Problem) -> Reference:
         parameters[name] = _initial(name, parameter)
         parameter.data.copy_(parameters[name])
     MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / problem.num_samples)
+    for module in model.modules():
+        if isinstance(module, TopKRouter):  # alone: other processes compute the same reference
+            module.tp_dp_cp_group = module.tp_cp_group
     rotary = model.rotary_pos_emb
 
     def log_probabilities(problem: Problem, sample: Sample) -> Tensor:
