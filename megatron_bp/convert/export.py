@@ -135,7 +135,8 @@ def _plan_export(request: ExportRequest) -> _ExportPlan:
     args = dict(every[-1].args) if every else vars(state.get("args", argparse.Namespace()))
     settings = _find_settings(request, model, args, config, manifest)
     shape = model.shape
-    export = Export(model.family.name, config, settings, shape.vocab_size, shape.tied)
+    canvas = str(args.get("bdlm_canvas", "preset"))
+    export = Export(model.family.name, config, settings, shape.vocab_size, shape.tied, canvas)
     profile = find_profile(request.serve_as, export)
     kept = _open_whole_kept(request.assets, model, manifest)
     master = _use_masters(model, request)
@@ -173,6 +174,7 @@ def _plan_export(request: ExportRequest) -> _ExportPlan:
         "weights": "master" if master else "model",
         "exported_iteration": every[-1].iteration if every else int(state.get("iteration", 0)),
         "ignored_entries": model.ignored,
+        "canvas": canvas,
     }
     return _ExportPlan(export, profile, work, facts, fields)
 

@@ -149,11 +149,12 @@ def test_a_truncated_or_lost_checkpoint_file_is_named_on_export(tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m"]
 
 
-def _rewrite(release: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """Replaces a checkpoint by one with changed tensors."""
+def _rewrite(release: Path, change: Callable[[dict[str, torch.Tensor]], Any], **args: Any) -> None:
+    """Replaces a checkpoint by one with changed tensors and other arguments of its run."""
     reader = TorchDistReader(release)
     values = {key: torch.cat([rows for _, rows in reader.iter_rows(key)]) for key in reader.tensors}
     objects = {COMMON_STATE: reader.common_state()}
+    vars(objects[COMMON_STATE]["args"]).update(args)
     change(values)
     shutil.rmtree(release)
     chunks = [
@@ -213,3 +214,15 @@ def test_a_mask_id_outside_the_table_is_refused_on_both_ways(tmp_path: Path):
     with pytest.raises(ValueError, match=r"mask_token_id=101 must be in \[0, vocab_size=101\)"):
         mcore_to_hf(replace(export, objective="standard"), Silent())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m"]
+
+
+def test_the_canvas_of_the_run_reaches_the_profile(tmp_path: Path):
+    hf = make_hf(tmp_path / "hf", QWEN3)
+    hf_to_mcore(ImportRequest(hf, tmp_path / "m", Layout.PER_LAYER, "keep", False), Silent())
+    run = {"bdlm_objective": "sdar", "block_size": 4, "mask_token_id": 100, "clean_rule": "preset"}
+    _rewrite(tmp_path / "m" / "release", lambda tensors: None, **run, bdlm_canvas="uniform")
+    sizes = (-1, "keep", 10**9, 0, -1, False)
+    export = ExportRequest(tmp_path / "m", tmp_path / "b", tmp_path / "m" / "hf", *sizes)
+    with pytest.raises(ValueError, match="canvas=uniform: the model was trained to correct"):
+        mcore_to_hf(replace(export, serve_as="sdar"), Silent())
+    assert mcore_to_hf(export, Silent())["canvas"] == "uniform"

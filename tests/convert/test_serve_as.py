@@ -172,6 +172,9 @@ def test_architecture_and_type_are_the_engines(name: str, expected: tuple[str, s
             "clean_rule=token_causal must be block_causal",
         ),
         ("sdar", {"settings": AUTOREGRESSIVE}, "the model is autoregressive; convert it with ar2"),
+        ("sdar", {"canvas": "uniform"}, "canvas=uniform: the model was trained to correct random"),
+        ("sdar", {"canvas": "seed_and_mask"}, "canvas=seed_and_mask: .* the engine masks it"),
+        ("fast_dllm_v2", {"canvas": "uniform"}, "but the engine shows it mask tokens"),
         ("fast_dllm_v2", {"settings": replace(FAST, objective="standard")}, "same, but .* shifted"),
         ("fast_dllm_v2", {"family": "qwen3"}, "must be qwen2 or llama: .* no query and key norms"),
         (

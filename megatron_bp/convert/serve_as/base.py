@@ -15,13 +15,17 @@ from megatron_bp.convert.hf_assets import NESTED
 
 @dataclass(frozen=True)
 class Export:
-    """A model about to be exported: its family, config.json, settings and table size."""
+    """A model about to be exported: its family, config.json, settings and table size.
+
+    `canvas` is the run's --bdlm-canvas, "preset" when it has none.
+    """
 
     family: str
     config: Mapping[str, Any]
     settings: BdlmSettings
     vocab_size: int
     tied: bool
+    canvas: str = "preset"
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,16 @@ def settings_problems(
             f"clean_rule={own['clean_rule']} must be {clean_rule}: in the engine a finished block "
             f"sees {'all of itself' if clean_rule == 'block_causal' else 'only what is before'}; "
             f"train with --clean-rule {clean_rule}"
+        )
+    if export.canvas == "uniform":
+        problems.append(
+            "canvas=uniform: the model was trained to correct random tokens, but the engine shows "
+            "it mask tokens; train with --bdlm-canvas all_masked"
+        )
+    if export.canvas == "seed_and_mask" and alignment == "same":
+        problems.append(
+            "canvas=seed_and_mask: the model always saw the first token of a block, but the engine "
+            "masks it; train with --bdlm-canvas all_masked"
         )
     if mask_token_id >= 0 and settings.mask_token_id != mask_token_id:
         problems.append(
