@@ -93,7 +93,8 @@ def draw(path: Path, line: Timeline, title: str) -> None:
 
 def _lanes(axes: Any, spans: Sequence[Span], ranks: list[int], show: tuple[float, float]) -> None:
     """One row for each lane of each rank, between two times."""
-    rows = [(rank, lane) for rank in ranks for lane in Lane]
+    used = {(span.rank, span.lane) for span in spans}
+    rows = [(rank, lane) for rank in ranks for lane in Lane if (rank, lane) in used]
     for number, (rank, lane) in enumerate(rows):
         here = [
             span

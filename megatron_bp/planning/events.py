@@ -23,11 +23,17 @@ Seconds = NDArray[np.float64]  # [R], one value a rank of a stage
 
 
 class Lane(StrEnum):
-    """What an operation occupies while it runs."""
+    """What an operation occupies while it runs.
+
+    Data-parallel messages have lanes of their own: they wait for other replicas, and a link serves
+    others meanwhile. That they slow one another down is neglected.
+    """
 
     COMPUTE = "compute"
     NODE = "node links"
     NETWORK = "network"
+    NODE_DATA = "node, data"
+    NETWORK_DATA = "network, data"
 
 
 @dataclass(frozen=True, eq=False)

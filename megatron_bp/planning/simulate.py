@@ -7,6 +7,7 @@ imbalance, exposed messages, bubbles. Specified by tests/planning/test_simulate.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -24,6 +25,8 @@ from megatron_bp.planning.simulate_layers import Layer, LayerWriter, make_layer
 from megatron_bp.planning.simulate_links import Message, all_to_all, one_to_one, ring
 from megatron_bp.planning.simulate_program import Scenario, StageProgram
 from megatron_bp.planning.simulate_schedule import Turn
+
+OWN_LANES = MappingProxyType({Lane.NODE: Lane.NODE_DATA, Lane.NETWORK: Lane.NETWORK_DATA})
 
 
 def simulate_step(scenario: Scenario, traced: Iterable[int] = ()) -> Timeline:
@@ -142,6 +145,7 @@ class _Writer:
             if collective.name.startswith(what):
                 group = "expert_data" if "experts" in collective.name else "data"
                 message = self._ring(group, collective.sent_bytes / parts)
+                message = replace(message, lanes=tuple(OWN_LANES[x] for x in message.lanes))
                 groups = getattr(self.program.mesh, group)
                 sent.append(self.program.send(collective.name, "data", groups, message, after))
         return sent
@@ -201,7 +205,7 @@ def summary(line: Timeline) -> str:
             if values.max() > 0
         ]
     for (cause, lane), values in sorted(line.sent.items()):
-        lines.append(f"  sent {cause:9s} {lane:10s} {values.mean() / 2**30:9.3f} GiB a rank")
+        lines.append(f"  sent {cause:9s} {lane:13s} {values.mean() / 2**30:9.3f} GiB a rank")
     return "\n".join(lines)
 
 

@@ -210,7 +210,8 @@ def test_a_slow_link_delays_a_blocking_step_by_its_messages() -> None:
     run = Run(DENSE, BATCH, Topology(context=4, shards=4), Policy(overlap_data_parallel=False))
     base = step(run, schedule=Schedule.BLOCKING)
     slow = step(run, schedule=Schedule.BLOCKING, slow=(Slow(1, link=3.0),))
-    assert slow.seconds == pytest.approx(base.seconds + 2 * base.busy[Lane.NODE][1], rel=1e-9)
+    messages = base.busy[Lane.NODE][1] + base.busy[Lane.NODE_DATA][1]
+    assert slow.seconds == pytest.approx(base.seconds + 2 * messages, rel=1e-9)
 
 
 def test_a_rank_that_does_not_exist_cannot_be_slow() -> None:
@@ -290,3 +291,15 @@ def test_4096_ranks_take_seconds() -> None:
     assert len(line.end) == 4096
     assert "4,096 ranks" in summary(line)
     assert line.sent["context", Lane.NETWORK].min() > 0
+
+
+def test_a_slow_replica_holds_up_others_only_where_gradients_meet() -> None:
+    """Four replicas of two tensor ranks; the others wait for the slow one at the step's end."""
+    run = Run(DENSE, replace(BATCH, length=2**15), Topology(tensor=2, data=4))
+    base, slow = step(run), step(run, slow=(Slow(0, compute=2.0),))
+    assert slow.seconds > 1.5 * base.seconds
+    for rank in range(2, 8):
+        before, after = breakdown(base, rank), breakdown(slow, rank)
+        assert after.waited["tensor"] <= before.waited["tensor"] * (1 + 1e-9)
+        longer = after.waited["data"] + after.idle - before.waited["data"] - before.idle
+        assert longer == pytest.approx(slow.seconds - base.seconds, rel=0.02)
