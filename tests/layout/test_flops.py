@@ -66,6 +66,13 @@ def test_a_pruned_layer_skips_clean_rows_after_their_keys() -> None:
     assert whole.attention - pruned.attention == 4 * (L * (L + 1) // 2) * N * H
 
 
+def test_a_model_prunes_its_last_layer_alone() -> None:
+    pruned, whole = model_flops(run(policy=Policy())), model_flops(run())
+    saved = layer_flops(run(), KIND).linear - layer_flops(run(), KIND, pruned=True).linear
+    assert whole.linear - pruned.linear == saved
+    assert whole.linear == 3 * layer_flops(run(), KIND).linear
+
+
 def test_logits_are_counted_for_targets_only() -> None:
     assert head_flops(run()) == 2 * (L // 2) * E * V
     learns = replace(run(), batch=BatchShape(L, B, learns_clean=True))

@@ -85,6 +85,20 @@ def test_the_baseline_holds_every_corrupted_key() -> None:
     owned = run(Topology(context=4, shards=4))
     baseline = run(Topology(context=4, shards=4, block_owned=False))
     assert gathered_bytes(baseline, KIND) == 2 * gathered_bytes(owned, KIND)
+    views = replace(baseline, batch=replace(BATCH, num_views=2))
+    assert gathered_bytes(views, KIND) == 3 * gathered_bytes(owned, KIND)
+
+
+def test_backward_holds_fp32_gradients_of_the_key_buffer() -> None:
+    """64 times the rows of keys: their gradients outgrow everything else of a layer."""
+    wide = LayerKind(AttentionShape(4, 4, 64), 48)
+    model = ModelShape("wide", 32, 64, ((wide, 1),))
+    few = Run(model, BATCH, Topology(context=12, shards=12))
+    keys = gathered_bytes(few, wide)
+    rows = 2 * 96 // 12
+    assert workspace_bytes(few, wide) == rows * 4 * 256 * 2 + 2 * keys + keys
+    again = replace(few, policy=Policy(keep_gathered=False))
+    assert workspace_bytes(again, wide) == workspace_bytes(few, wide) + 2 * keys
 
 
 def test_tensor_ranks_divide_everything_a_layer_keeps() -> None:
@@ -122,6 +136,16 @@ def test_the_optimizer_is_dealt_over_data_and_context_ranks() -> None:
     assert four.gradients == one.gradients == 4 * MODEL.num_parameters
     whole = rank_memory(run(Topology(context=2, shards=2), Policy(shard_optimizer=False)))
     assert whole.optimizer == one.optimizer
+
+
+def test_experts_are_dealt_over_fewer_replicas() -> None:
+    """Of 8 data ranks 4 share the experts: an expert's state is dealt over 2 ranks."""
+    kind = LayerKind(AttentionShape(4, 2, 16), 0, ExpertsShape(8, 2, 24))
+    model = ModelShape("moe", 32, 64, ((kind, 4),))
+    here = Run(model, BATCH, Topology(data=8, expert=4))
+    dense, experts = parameters_of_rank(here, Stage.FIRST)
+    assert experts == model.expert_parameters // 4
+    assert rank_memory(here).optimizer == dense * 12 // 8 + experts * 12 // 2
 
 
 def test_the_peak_is_the_fuller_end() -> None:

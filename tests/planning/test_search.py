@@ -34,7 +34,10 @@ def test_every_topology_fills_the_world_once() -> None:
     assert {t.mode for t in all_of_them} == set(Mode)
     assert Topology(tensor=2, context=8, shards=8) in all_of_them
     assert max(t.tensor for t in all_of_them) == 8
-    assert all(8 % t.data == 0 for t in all_of_them)  # every data rank has samples
+
+
+def test_every_data_rank_has_equally_many_samples() -> None:
+    assert {t.data for t in topologies(workload(24, batch=6))} == {1, 2, 3, 6}
 
 
 def test_the_best_are_ordered_distinct_and_fit(found: Found) -> None:
