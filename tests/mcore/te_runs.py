@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.distributed import run_distributed
 from tests.mcore.runs import DIFFUSION, MODEL, as_job, flags, read_scalars
@@ -28,7 +29,6 @@ TE = flags(
     MODEL,
 )
 ON_CPU = ["--no-persist-layer-norm", "--no-rope-fusion", "--distributed-backend", "gloo"]
-ON_GPU = ["--bf16"]
 FIVE = ["--train-iters", "5"]
 
 Logged = dict[str, list[dict[str, float]]]
@@ -56,7 +56,7 @@ def bits(steps: list[dict[str, float]]) -> list[tuple[float, float]]:
     return [(step.get("bdlm loss", step.get("lm loss", 0.0)), step["grad-norm"]) for step in steps]
 
 
-def _prepare(stand_in: bool) -> list[str]:
+def _prepare(rank: int, num_ranks: int, folder: str, stand_in: bool) -> list[str]:
     """Makes this process able to run the jobs; returns their common flags."""
     if stand_in:
         from tests.mcore import te_stand_in
@@ -71,26 +71,32 @@ def _prepare(stand_in: bool) -> list[str]:
             NVTE_ALLOW_NONDETERMINISTIC_ALGO="0",
             CUBLAS_WORKSPACE_CONFIG=":4096:8",
         )
+        torch.cuda.set_device(rank)
+        dist.destroy_process_group()  # gloo cannot coalesce the gradients of CUDA parameters
+        store = dist.FileStore(f"{folder}/nccl{num_ranks}", num_ranks)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=num_ranks)
         torch.compiler.set_stance("force_eager")  # small models: compiling takes most of the time
         from megatron_bp.mcore import cpu
     cpu.use_shipped_dataset_helpers()
-    return [*TE, *(ON_CPU if stand_in else ON_GPU)]
+    if stand_in:
+        return [*TE, *ON_CPU]
+    # Parameters made on the CPU stay there.
+    return [*(flag for flag in TE if flag != "--use-cpu-initialization"), "--bf16"]
 
 
 def _context_job(rank: int, num_ranks: int, folder: str, stand_in: bool) -> None:
-    given = [*_prepare(stand_in), *DIFFUSION]
+    given = [*_prepare(rank, num_ranks, folder, stand_in), *DIFFUSION]
     name = "one"
     if num_ranks > 1:
         name = "csbp"
         given += ["--context-parallel-size", "2", "--block-parallel-size", "2"]
-        given += ["--distributed-backend", "gloo"]
     from megatron_bp.mcore.adaptor import train
 
     as_job(rank, num_ranks, [*given, "--tensorboard-dir", f"{folder}/{name}"], train)
 
 
 def _jobs(rank: int, num_ranks: int, folder: str, stand_in: bool) -> None:
-    here = _prepare(stand_in)
+    here = _prepare(rank, num_ranks, folder, stand_in)
     from megatron_bp import launch
 
     def run(name: str, given: list[str], how: Any) -> None:

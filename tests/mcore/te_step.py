@@ -18,7 +18,7 @@ from torch import Tensor
 
 # Linear layers with fp8 weights want sizes that are multiples of 16; the kernels want heads of 64.
 WIDTHS = {"hidden_size": 128, "ffn_hidden_size": 192, "kv_channels": 64}
-LENGTH, BLOCK, NUM_SAMPLES = 256, 32, 2
+BLOCK, NUM_SAMPLES = 32, 2
 
 # Transformer Engine keeps a layer norm's weight in the linear layer behind it.
 NORM_NAMES = {
@@ -38,15 +38,20 @@ class Answer:
 
 @dataclass(frozen=True)
 class Step:
-    """How a step is computed: an attention kernel by name, a dtype, and Megatron's fp8 recipe."""
+    """How a step is computed: an attention kernel by name, a dtype, and Megatron's fp8 recipe.
+
+    On a GPU problems of up to 256 keys go to the small-problem kernel, whatever kernel is named:
+    `length` (tokens) must be longer there.
+    """
 
     kernel: str
     dtype: torch.dtype
+    length: int
     fp8_recipe: str = "none"
     next_token: bool = False
 
 
-def reference_step(rank: int, num_ranks: int) -> tuple[Answer, dict[str, Tensor]]:
+def reference_step(rank: int, num_ranks: int, length: int) -> tuple[Answer, dict[str, Tensor]]:
     """The answer by plain formulas and a dense mask in fp64, and the parameters; needs a CPU."""
     hidden: Any = sys.modules  # the reference has nothing of Transformer Engine in it
     hidden["transformer_engine"] = None
@@ -59,7 +64,7 @@ def reference_step(rank: int, num_ranks: int) -> tuple[Answer, dict[str, Tensor]
     torch.set_default_dtype(torch.float64)
     start_layout(Layout())
     exactness_reference.transformer_config = _config
-    got = exactness_reference.compute_reference(_problem(torch.float64))
+    got = exactness_reference.compute_reference(_problem(torch.float64, length))
     return Answer(got.loss, got.grads), got.parameters
 
 
@@ -102,10 +107,10 @@ def differences(got: Answer, wanted: Answer) -> dict[str, float]:
     return errors
 
 
-def _problem(dtype: torch.dtype) -> Any:
+def _problem(dtype: torch.dtype, length: int) -> Any:
     from megatron_bp.mcore.exactness_problem import Problem
 
-    return Problem(length=LENGTH, block_size=BLOCK, num_samples=NUM_SAMPLES, dtype=dtype)
+    return Problem(length=length, block_size=BLOCK, num_samples=NUM_SAMPLES, dtype=dtype)
 
 
 def _config(problem: Any, layout: Any, **changes: Any) -> Any:
@@ -124,10 +129,10 @@ def _model(step: Step) -> Any:
     fp8 = step.fp8_recipe != "none"
     changes = {"fp8": "hybrid", "fp8_recipe": step.fp8_recipe} if fp8 else {}
     bf16 = step.dtype == torch.bfloat16
-    config = _config(_problem(step.dtype), Layout(), bf16=bf16, **changes)
+    config = _config(_problem(step.dtype, step.length), Layout(), bf16=bf16, **changes)
     stock_spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
-    stock = gpt(config, stock_spec, _problem(step.dtype))
-    model = gpt(config, diffusion_spec(stock_spec, config), _problem(step.dtype))
+    stock = gpt(config, stock_spec, _problem(step.dtype, step.length))
+    model = gpt(config, diffusion_spec(stock_spec, config), _problem(step.dtype, step.length))
     attention = model.decoder.layers[0].self_attention.core_attention
     assert type(attention) is TEBlockParallelAttention, type(attention)
     assert "decoder.layers.0.self_attention.core_attention._extra_state" in model.state_dict()
@@ -165,7 +170,7 @@ def _step(step: Step, parameters: dict[str, Tensor]) -> Answer:
 
 
 def _loss(ddp: Any, step: Step) -> float:
-    return _next_token_loss(ddp) if step.next_token else _diffusion_loss(ddp, step)
+    return _next_token_loss(ddp, step) if step.next_token else _diffusion_loss(ddp, step)
 
 
 def _diffusion_loss(ddp: Any, step: Step) -> float:
@@ -176,7 +181,7 @@ def _diffusion_loss(ddp: Any, step: Step) -> float:
     from megatron_bp.mcore.exactness_problem import MASK_ID, VALID_VOCAB, VOCAB, rules_of
     from megatron_bp.mcore.forward_step import DiffusionForwardStep
 
-    problem = _problem(step.dtype)
+    problem = _problem(step.dtype, step.length)
     config = BlockParallelConfig(
         block_size=BLOCK,
         bdlm_objective="standard",
@@ -186,7 +191,7 @@ def _diffusion_loss(ddp: Any, step: Step) -> float:
         bp_attention_kernel=step.kernel,
     )
     given = {
-        "seq_length": LENGTH,
+        "seq_length": step.length,
         "micro_batch_size": NUM_SAMPLES,
         "eval_micro_batch_size": NUM_SAMPLES,
         "num_experts": 0,
@@ -203,7 +208,7 @@ def _diffusion_loss(ddp: Any, step: Step) -> float:
         data_iterator=_batches(problem),
         model=[ddp],
         num_microbatches=1,
-        seq_length=LENGTH,
+        seq_length=step.length,
         micro_batch_size=NUM_SAMPLES,
         forward_only=False,
     )
@@ -211,14 +216,15 @@ def _diffusion_loss(ddp: Any, step: Step) -> float:
     return total / count
 
 
-def _next_token_loss(ddp: Any) -> float:
+def _next_token_loss(ddp: Any, step: Step) -> float:
     """Runs a plain next-token step, which takes the stock path; returns the loss."""
     ddp.module.set_is_first_microbatch()
-    tokens = next(_batches(_problem(torch.float64)))["clean"].to(torch.cuda.current_device())
-    position = torch.arange(LENGTH, device=tokens.device).expand_as(tokens)
+    tokens = next(_batches(_problem(step.dtype, step.length)))["clean"].to(
+        torch.cuda.current_device()
+    )
+    position = torch.arange(step.length, device=tokens.device).expand_as(tokens)
     loss = ddp(tokens, position, None, labels=tokens.roll(-1, 1)).float().mean()
-    loss.backward()
-    ddp.finish_grad_sync()
+    loss.backward()  # one data-parallel rank: there is no gradient to reduce
     return float(loss)
 
 

@@ -19,17 +19,18 @@ from tests.mcore.te_runs import Logged, bits, train_te_jobs
 from tests.mcore.te_step import Answer, Step, differences, reference_step, run_steps
 
 ROOT = Path(__file__).parents[2]
+LENGTH = 256
 
 
 @pytest.fixture(scope="module")
 def reference() -> tuple[Answer, dict[str, torch.Tensor]]:
-    answer: tuple[Answer, dict[str, torch.Tensor]] = run_distributed(reference_step, 1)[0]
+    answer: tuple[Answer, dict[str, torch.Tensor]] = run_distributed(reference_step, 1, LENGTH)[0]
     return answer
 
 
 def test_loss_and_gradients_are_those_of_the_dense_reference(reference: Any) -> None:
     wanted, parameters = reference
-    steps = [Step("dense", torch.float64)]
+    steps = [Step("dense", torch.float64, LENGTH)]
     (got,) = run_distributed(run_steps, 1, parameters, steps, True)[0]
     errors = differences(got, wanted)
     # RMSNorm, rotary tables and softmax of the two layer kinds round differently in fp64.
