@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_bp.attention import keeping
+from megatron_bp.layout.cost import LayerShape
 from megatron_bp.layout.memory import (
     Stage,
     attention_kept_bytes,
@@ -30,6 +32,7 @@ from megatron_bp.layout.model_shape import (
 )
 from megatron_bp.layout.plan import make_plan
 from megatron_bp.layout.run_shape import BatchShape, Policy, Recompute, Run, Topology
+from megatron_bp.layout.traffic import clean_rows_sent, corrupted_rows_sent, kv_row_elements
 
 MODEL = dense_model("tiny", 4, 32, 48, AttentionShape(4, 2, 16), 64)
 KIND = MODEL.layers[0][0]
@@ -87,6 +90,24 @@ def test_the_baseline_holds_every_corrupted_key() -> None:
     assert gathered_bytes(baseline, KIND) == 2 * gathered_bytes(owned, KIND)
     views = replace(baseline, batch=replace(BATCH, num_views=2))
     assert gathered_bytes(views, KIND) == 3 * gathered_bytes(owned, KIND)
+
+
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize(("context", "owned"), [(1, True), (4, True), (4, False)])
+def test_a_run_predicts_of_itself_what_is_counted_here(
+    window: int, context: int, owned: bool
+) -> None:
+    """attention/keeping.py counts from a plan what it prints at the start of a run."""
+    model = dense_model("tiny", 4, 32, 48, AttentionShape(4, 2, 16, window=window), 64)
+    kind = model.layers[0][0]
+    here = Run(model, BATCH, Topology(context=context, shards=context, block_owned=owned))
+    plans = [make_plan(here.request(window), rank) for rank in range(context)]
+    own = [keeping.kept_bytes(plan, LayerShape(2, 16), 4, False) for plan in plans]
+    assert {x.attention for x in own} == {attention_kept_bytes(here, kind)}
+    assert max(x.clean_kv for x in own) == gathered_bytes(here, kind)
+    sent = kv_row_elements(here, kind) * 2 * (clean_rows_sent(here, window))
+    sent += kv_row_elements(here, kind) * 2 * corrupted_rows_sent(here)
+    assert sum(x.gather for x in own) / context == pytest.approx(sent)
 
 
 def test_backward_holds_fp32_gradients_of_the_key_buffer() -> None:
