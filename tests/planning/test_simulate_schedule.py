@@ -1,5 +1,7 @@
 """Pipeline orders run every turn once, keep 1F1B's memory bound, and have its bubble."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -32,6 +34,28 @@ def test_a_stage_keeps_at_most_as_many_micro_batches_as_stages_are_left(
         )
         assert running.max() == min(stages - stage, batches)
         assert running[-1] == 0
+
+
+@pytest.mark.parametrize(("stages", "chunks", "batches"), PIPELINES)
+def test_the_order_is_megatrons(stages: int, chunks: int, batches: int) -> None:
+    """Its tables and counts of warm-up turns, asked of a communicator of our making."""
+    schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    table = schedules.get_schedule_table(batches, chunks, stages if chunks > 1 else batches)
+    for stage in range(stages):
+        turns = Pipeline(stages, chunks, batches).turns(stage)
+        forward = [(t.micro_batch, t.chunk) for t in turns if t.forward]
+        assert forward == table
+        assert [(t.micro_batch, chunks - 1 - t.chunk) for t in turns if not t.forward] == table
+        group = SimpleNamespace(size=lambda: stages, rank=lambda stage=stage: stage)
+        peer = SimpleNamespace(
+            pp_group=group, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
+        )
+        _, _, warm_up, _ = schedules.get_pp_rank_microbatches(
+            batches, chunks, stages, p2p_communicator=peer
+        )
+        if stages > 1:
+            first = [t.forward for t in turns].index(False)
+            assert first == min(warm_up + 1, chunks * batches)
 
 
 def seconds(stages: int, chunks: int, batches: int) -> float:
