@@ -1,8 +1,8 @@
 """Context-sharded block-parallel attention: one autograd function for all modes and kernels.
 
 Owns the order of things: local launches run while the early slab travels, launches on the early
-slab while the late one does; backward runs the late slab's launches first and reduces it while the
-early ones compute. Knows no mask (layout/), no wire format (comm/) and no kernel.
+slab while the late one does; backward reduces both slabs when nothing adds to them any more. Knows
+no mask (layout/), no wire format (comm/) and no kernel.
 Letters: T local rows, Z samples, N query heads, M key/value heads, H head size, S key rows.
 Specified by tests/attention/test_block_parallel.py.
 """
@@ -193,8 +193,12 @@ class _BlockParallelAttention(torch.autograd.Function):
         for phase in reversed(Phase):
             if call.options.strategy is Strategy.NATIVE:
                 call.native().backward(todo.steps[phase], dout, saved, grads)
-            if phase is not Phase.LOCAL:
-                reduce.start(phase)
+            if phase is Phase.EARLY:
+                # Not the late slab by itself: the rank with the last chunk computes on it until
+                # nearly the end, and meanwhile a waiting reduction would take multiprocessors from
+                # the other ranks' launches (two H200s: 6 % of backward, docs/bench/nccl.md).
+                for slab in (Phase.LATE, Phase.EARLY):
+                    reduce.start(slab)
         _reduce_own_grads(down, (dk[clean:], dv[clean:]), call, wire)
         reduce.finish_into(dk[:clean], dv[:clean])
         return dq, dk, dv, None
