@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from megatron_bp.convert.bdlm_settings import read_manifest
+from megatron_bp.convert.gemma_to_diffusion import view_as_diffusion
 from megatron_bp.convert.hf_assets import read_config, with_config_keys
 from megatron_bp.convert.hf_model import open_hf_model
 from megatron_bp.convert.link import Link, TensorInfo
+from megatron_bp.convert.mask_row import TensorSource
 from megatron_bp.convert.megatron_args import ASSETS_NAME
 from megatron_bp.convert.megatron_model import (
     LATEST,
@@ -93,9 +95,11 @@ def verify(hf: Path, megatron: Path, progress: Progress) -> dict[str, Any]:
     """Compares every tensor bit by bit; returns counts and the names that differ.
 
     The mask row that a conversion wrote is left out, and counted as `exempt_rows`, when `hf` is the
-    model before it got its mask row.
+    model before it got its mask row. A Gemma 4 model is compared as the DiffusionGemma one that was
+    made of it, the new tensors included.
     """
     source = open_hf_model(hf)
+    tensors: TensorSource = source.source
     manifest = read_manifest(megatron)
     mask_id = int(manifest.get("mask_token_id", -1))
     exempt = mask_id if "mask_token_id" not in read_config(hf) else -1
@@ -104,16 +108,18 @@ def verify(hf: Path, megatron: Path, progress: Progress) -> dict[str, Any]:
         rows = max(source.shape.vocab_size, exempt + 1)
         config = with_config_keys(config, {"vocab_size": rows})
     tables = source.tables() if exempt >= 0 else ()
-    model = open_megatron_model(find_iteration(megatron, LATEST), config, source.source.tensors)
+    if source.family.name == manifest.get("converted_from", ""):
+        source, tensors, config = view_as_diffusion(source, config, manifest["block_size"])
+    model = open_megatron_model(find_iteration(megatron, LATEST), config, tensors.tensors)
     model = with_vocab_rows(model, source.shape.vocab_size)
-    progress.start("comparing", sum(info.num_bytes for info in source.source.tensors.values()))
+    progress.start("comparing", sum(info.num_bytes for info in tensors.tensors.values()))
     differ = [
         name
         for link in model.links
-        for name in _differing(model, link, source.source, (exempt, tables), progress)
+        for name in _differing(model, link, tensors, (exempt, tables), progress)
     ]
     kept = open_kept(megatron / ASSETS_NAME)
-    differ += [name for name in source.passed if not _same(source.source, kept, name, progress)]
+    differ += [name for name in source.passed if not _same(tensors, kept, name, progress)]
     return {
         "tensors": sum(len(link.sources) for link in model.links) + len(source.passed),
         "differ": sorted(set(differ)),
@@ -124,7 +130,7 @@ def verify(hf: Path, megatron: Path, progress: Progress) -> dict[str, Any]:
 def _differing(
     model: MegatronModel,
     link: Link,
-    source: SafetensorsDir,
+    source: TensorSource,
     exempt: tuple[int, tuple[str, ...]],
     progress: Progress,
 ) -> list[str]:
@@ -150,7 +156,7 @@ def _differing(
 
 
 def _same(
-    source: SafetensorsDir, kept: SafetensorsDir | NoTensors, name: str, progress: Progress
+    source: TensorSource, kept: SafetensorsDir | NoTensors, name: str, progress: Progress
 ) -> bool:
     if isinstance(kept, NoTensors) or kept.tensors.get(name) != source.tensors[name]:
         return False

@@ -139,14 +139,7 @@ def gemma_to_diffusion(
         )
     canvas_length = CANVAS_LENGTH if canvas_length == -1 else canvas_length
     model = open_hf_model(request.source)
-    config = diffusion_config(model, read_config(request.source), canvas_length)
-    shape = DIFFUSION_GEMMA.read_shape(config)
-    links = make_links(DIFFUSION_GEMMA, shape)
-    source = DiffusionSource(model.source, *_tensors(model, config))
-    others = DIFFUSION_GEMMA.pass_through
-    passed = {n: info for n, info in source.tensors.items() if n.startswith(others)}
-    owned = {n: info for n, info in source.tensors.items() if n not in passed}
-    check_coverage(str(request.source), hf_shapes(links), owned)
+    target, source, _ = view_as_diffusion(model, read_config(request.source), canvas_length)
     fields = {
         "family": DIFFUSION_GEMMA.name,
         **settings_fields(AUTOREGRESSIVE),
@@ -167,8 +160,26 @@ def gemma_to_diffusion(
             write_json(generation, {k: v for k, v in said.items() if k in _GENERATION_KEYS})
         return {"tokenizer": "unchanged (no mask token)"}
 
-    target = replace(model, family=DIFFUSION_GEMMA, shape=shape, links=links, passed=passed)
     return write_import(request, target, source, AUTOREGRESSIVE, fields, progress, edit)
+
+
+def view_as_diffusion(
+    model: HfModel, config: Mapping[str, Any], canvas_length: int
+) -> tuple[HfModel, DiffusionSource, dict[str, Any]]:
+    """Returns a Gemma 4 model as a DiffusionGemma one, its tensors and its config.json.
+
+    Raises: ValueError listing everything that DiffusionGemma does not have.
+    """
+    config = diffusion_config(model, config, canvas_length)
+    shape = DIFFUSION_GEMMA.read_shape(config)
+    links = make_links(DIFFUSION_GEMMA, shape)
+    source = DiffusionSource(model.source, *_tensors(model, config))
+    others = DIFFUSION_GEMMA.pass_through
+    passed = {n: info for n, info in source.tensors.items() if n.startswith(others)}
+    owned = {n: info for n, info in source.tensors.items() if n not in passed}
+    check_coverage(str(model.source.files[0].parent), hf_shapes(links), owned)
+    target = replace(model, family=DIFFUSION_GEMMA, shape=shape, links=links, passed=passed)
+    return target, source, config
 
 
 def diffusion_config(

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_bp.convert.ar_to_bdlm import ImportRequest
+from megatron_bp.convert.check import verify
 from megatron_bp.convert.export import ExportRequest, mcore_to_hf
 from megatron_bp.convert.gemma_to_diffusion import Fresh, gemma_to_diffusion
 from megatron_bp.convert.link import TensorInfo
@@ -103,6 +104,17 @@ def test_every_tensor_is_copied_bit_by_bit_and_the_scalars_twice(tmp_path: Path,
         assert 0.018 < fresh[f"{NEW}{name}_proj.weight"].float().std() < 0.022
     keys = TorchDistReader(tmp_path / "m" / "release").tensors
     assert {"decoder.layers.0.layer_scalar", "decoder.layers.0.encoder_layer_scalar"} <= keys.keys()
+    for repository in (hf, tmp_path / "back"):
+        result = verify(repository, tmp_path / "m", Silent())
+        assert (result["differ"], result["tensors"]) == ([], len(after))
+    changed = {
+        **tensors,
+        f"{TEXT}layers.1.layer_scalar": tensors[f"{TEXT}layers.1.layer_scalar"] + 1,
+    }
+    other = write_repository(tmp_path / "other", config, changed)
+    assert verify(other, tmp_path / "m", Silent())["differ"] == [
+        f"model.{part}.layers.1.layer_scalar" for part in ("decoder", "encoder.language_model")
+    ]
     # The same conversion by two processes has the same bytes.
     _convert(hf, tmp_path / "again", workers=2)
     assert_same_files(tmp_path / "m", tmp_path / "again")
