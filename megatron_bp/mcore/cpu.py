@@ -91,7 +91,7 @@ def enable_cpu() -> None:
     patch_torch_cuda()
     _patch_random()
     _patch_startup()
-    _patch_norm()
+    mark_torch_norms()
     _patch_expert_splits()
     _patch_distributed_optimizer()
     use_cpu_writer()
@@ -214,7 +214,8 @@ def _patch_startup() -> None:
     training.set_jit_fusion_options = lambda **kwargs: None
 
 
-def _patch_norm() -> None:
+def mark_torch_norms() -> None:
+    """Lets torch's norms run under sequence parallelism, on any device; twice changes nothing."""
     # torch's norms have no sequence-parallel mark, so the local layer spec refuses sequence
     # parallelism. The norm itself works on any slice of tokens; all that is missing is the mark by
     # which finalize_model_grads sums the weight's gradient over the tensor-parallel ranks.

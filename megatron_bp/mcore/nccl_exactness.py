@@ -13,11 +13,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.training.global_vars import _set_timers
 
+from megatron_bp.mcore.cpu import mark_torch_norms
 from megatron_bp.mcore.exactness import check
 from megatron_bp.mcore.exactness_problem import (
     FullPrecisionSoftmax,
@@ -100,7 +104,11 @@ def run_layouts(
     stored = torch.load(path, weights_only=False)
     layouts = LAYOUTS[dist.get_world_size()]
     rows = []
-    with FullPrecisionSoftmax():
+    # Transformer Engine's norm, which Megatron puts behind the last layer, has no fp64; torch's
+    # has no sequence-parallel mark until it is given one.
+    mark_torch_norms()
+    torch_norm = mock.patch.object(transformer_block, "LayerNormImpl", WrappedTorchNorm)
+    with FullPrecisionSoftmax(), torch_norm:
         for name in names or list(layouts):
             start_layout(layouts[name])
             for problem in problems:
