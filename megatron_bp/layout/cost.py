@@ -2,9 +2,9 @@
 
 Bytes are counted the way collectives move them, for each rank: an all-gather sends input * (n - 1),
 a reduce-scatter sends output * (n - 1) (its input is n outputs), an all-to-all sends its remote
-payload. Numbers here come from plans and are exact for any documents; pair_counts.py counts the same
-for all ranks of an unpacked sample without plans, flops.py, memory.py and traffic.py count a whole
-step. Specified by tests/layout/test_cost.py; tests/comm measures the same numbers.
+payload. Numbers here come from plans and are exact for any documents; pair_counts.py counts the
+same for all ranks of an unpacked sample without plans, flops.py, memory.py and traffic.py count a
+whole step. Specified by tests/layout/test_cost.py; tests/comm measures the same numbers.
 """
 
 from dataclasses import dataclass
