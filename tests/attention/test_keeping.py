@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_bp.attention.block_parallel import AttentionOptions, block_parallel_attention
 from megatron_bp.attention.contract import Strategy
 from megatron_bp.attention.keeping import Keeper, Keeping, Slot, kept_bytes
 from megatron_bp.attention.native import NativeRun
+from megatron_bp.comm.clean_kv import CleanGather, CleanReduce
 from megatron_bp.comm.groups import BlockGroups
 from megatron_bp.layout.cost import LayerShape
 from megatron_bp.layout.plan import PlanRequest, RankPlan, make_plan
@@ -86,19 +86,20 @@ class Twice(torch.autograd.Function):
 
 @contextmanager
 def recorded() -> Iterator[list[str]]:
-    """Lists collectives, and the launches of each phase of a pass, in the order of their start."""
+    """Lists, in the order of their start: gathers, launches of a phase forward, and `down`, the
+    launches and reductions of backward (several in a row once)."""
     seen: list[str] = []
     places: list[tuple[Any, str, str]] = [
-        (dist, "all_gather_into_tensor", "gather"),
-        (dist, "all_to_all_single", "exchange"),
-        (dist, "reduce_scatter_tensor", "reduce"),
+        (CleanGather, "__init__", "gather"),
+        (CleanReduce, "start", "down"),
         (NativeRun, "forward", "forward"),
-        (NativeRun, "backward", "backward"),
+        (NativeRun, "backward", "down"),
     ]
 
     def noted(function: Callable[..., Any], word: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            seen.append(word)
+            if word != "down" or seen[-1:] != ["down"]:
+                seen.append(word)
             return function(*args, **kwargs)
 
         return call
@@ -162,39 +163,31 @@ def test_all_ranks_start_their_collectives_in_the_same_order() -> None:
     assert mine["order"] == other["order"]
 
 
-GATHER = ["gather"] * 2  # two slabs
-RUN = ["forward"] * 3  # three phases
-DOWN = ["backward", "reduce", "backward", "reduce", "backward"]
+UP = ["gather", *["forward"] * 3]  # three phases
 
 
+@pytest.mark.parametrize("mode", ["csbp", "window", "pure"])
 @pytest.mark.parametrize(
     ("keeping", "twice", "backward"),
     [
         # Keys wait for backward.
-        (Keeping(False, True), False, DOWN * 3),
+        (Keeping(False, True), False, ["down"]),
         # Gathered again: the layer below gathers before the launches of a backward start.
-        (Keeping(False, False), False, [*GATHER, *GATHER, *DOWN, *GATHER, *DOWN, *DOWN]),
+        (Keeping(False, False), False, ["gather", *["gather", "down"] * 2]),
         # A second run gathers and computes, whatever the choice about keys.
-        (Keeping(False, True), True, [*GATHER, *RUN, *DOWN] * 3),
-        (Keeping(False, False), True, [*GATHER, *RUN, *DOWN] * 3),
+        (Keeping(False, True), True, [*UP, "down"] * 3),
+        (Keeping(False, False), True, [*UP, "down"] * 3),
         # Output, LSE and keys wait: the second run does nothing.
-        (Keeping(True, True), True, DOWN * 3),
+        (Keeping(True, True), True, ["down"]),
         # Output and LSE wait: the second run starts the gather for backward, and computes nothing.
-        (Keeping(True, False), True, [*GATHER, *DOWN] * 3),
+        (Keeping(True, False), True, ["gather", "down"] * 3),
     ],
 )
 def test_gathers_and_launches_come_as_often_and_in_the_order_they_should(
-    keeping: Keeping, twice: bool, backward: list[str]
+    mode: str, keeping: Keeping, twice: bool, backward: list[str]
 ) -> None:
-    order = results()[0]["order"]["csbp", keeping, twice]
-    assert order == [*[*GATHER, *RUN] * NUM_LAYERS, *backward]
-
-
-def test_a_windowed_exchange_is_gathered_again_in_the_same_places() -> None:
-    order = results()[0]["order"]["window", Keeping(False, False), False]
-    forward, down = ["exchange", *RUN], ["backward", "backward", "exchange", "backward"]
-    again = ["exchange", "exchange", *down, "exchange", *down, *down]
-    assert order == [*forward * NUM_LAYERS, *again]
+    order = results()[0]["order"][mode, keeping, twice]
+    assert order == [*UP * NUM_LAYERS, *backward]
 
 
 @pytest.mark.parametrize("corrupted_only", [False, True])
@@ -228,6 +221,22 @@ def test_what_a_layer_saves_for_backward_is_what_is_predicted(
     inputs = sum(x.numel() * x.element_size() for x in (q, k, v))
     assert saved(Keeping(clean_kv=False)) == inputs + predicted.attention
     assert saved(Keeping()) == inputs + predicted.attention + predicted.clean_kv
+
+
+@pytest.mark.parametrize("clean_kv", [False, True])
+def test_what_a_first_run_leaves_is_what_is_predicted(clean_kv: bool) -> None:
+    request = PlanRequest(61, 4, num_views=2)
+    plan = make_plan(request, 0)
+    q, k, v = (local(x, request, 0).bfloat16() for x in sample_tensors(request, 2, seed=5)[:3])
+    keeper = Keeper(Keeping(attention=True, clean_kv=clean_kv))
+    options = AttentionOptions(SIZE**-0.5, kernel="dense")
+    with torch.no_grad():
+        block_parallel_attention(q, k, v, plan, BlockGroups.single(), options, Slot(keeper, 1))
+    left = keeper.take(1)
+    total = sum(x.numel() * x.element_size() for x in (*left.results, *left.keys))
+    predicted = kept_bytes(plan, LayerShape(KV_HEADS, SIZE, micro_batch=2), HEADS, False)
+    assert total == predicted.attention + (predicted.clean_kv if clean_kv else 0)
+    assert keeper.num_kept == 0
 
 
 def test_activations_are_freed_with_the_graph_and_without_the_garbage_collector() -> None:

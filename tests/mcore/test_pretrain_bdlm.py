@@ -29,6 +29,12 @@ TWO = {
     "pure full prune off": "--block-parallel-size 2 --no-bp-prune-last-layer",
     "csbp recompute": "--context-parallel-size 2 --block-parallel-size 2 "
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "csbp rerun": "--context-parallel-size 2 --block-parallel-size 2 --recompute-granularity full "
+    "--recompute-method uniform --recompute-num-layers 1 --bp-recompute-attention rerun",
+    "csbp regather": "--context-parallel-size 2 --block-parallel-size 2 --bp-clean-kv regather "
+    "--log-throughput --bp-peak-tflops 0.5 --log-timers-to-tensorboard",
+    "csbp overlap": "--context-parallel-size 2 --block-parallel-size 2 "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
 }
 ONE = {
     "one": "",
@@ -68,6 +74,16 @@ def test_the_log_has_loss_masked_fraction_and_throughput(logged: dict) -> None:
     assert 3.0 < step[LOSS] < 7.0
     assert 0.2 < step[MASKED] < 0.8
     assert step["tokens per second"] > 0
+
+
+def test_the_log_counts_useful_work_if_asked(logged: dict) -> None:
+    step = logged["csbp regather"][-1]
+    work = step["useful TFLOP/s per GPU"]
+    assert 0 < work < 1
+    assert step["model FLOPs utilization"] == pytest.approx(work / 0.5)
+    # Megatron's own line: the same work up to the number of targets, and its own clock.
+    assert 0.2 < step["throughput"] / work < 2
+    assert "useful TFLOP/s per GPU" not in logged["csbp"][-1]
 
 
 def assert_same_steps(got: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:

@@ -24,7 +24,9 @@ def test_every_layout_is_exact_in_fp64(tmp_path: Path) -> None:
     assert len(written["cases"]) > 140
     assert max(case["grad_error"] for case in written["cases"]) <= 1e-10
     modes = {(case["context"], case["block"]) for case in written["cases"]}
-    assert modes == {(1, 1), (2, 2), (4, 4), (1, 2), (1, 4), (2, 4), (2, 1)}
+    assert modes == {(1, 1), (2, 2), (4, 4), (1, 2), (1, 4), (2, 4), (2, 1), (4, 1)}
+    for axis in ("tensor", "pipeline", "data", "virtual", "expert", "overlap"):
+        assert any(case[axis] > 1 or case[axis] is True for case in written["cases"]), axis
 
 
 @pytest.mark.slow
