@@ -174,7 +174,8 @@ def workspace_bytes(run: Run, kind: LayerKind) -> int:
 
     Attention: gradients of q, k, v and out, fp32 gradients of the key buffer and what goes on the
     wire of them; without kept buffers two of those (one on its way). Feed-forward: gradients of the
-    inner activations (3 inner sizes, gated). Under recomputation also what comes back.
+    first matrix's output (2 inner sizes, gated; the second's input is freed for its own). Under
+    recomputation also what comes back.
     """
     policy, topology = run.policy, run.topology
     rows = row_counts(run.request()).total * run.batch.micro_batch
@@ -194,7 +195,7 @@ def workspace_bytes(run: Run, kind: LayerKind) -> int:
     if policy.recompute in (Recompute.FULL, Recompute.FULL_KEEP_ATTENTION):
         again += mixer_bytes(run, kind)
     inner = kind.ffn + kind.experts.top_k * kind.experts.ffn
-    inner *= (kind.input_widths + 1) * policy.element_bytes
+    inner *= kind.input_widths * policy.element_bytes
     return again + max(attention, rows * inner // topology.tensor)
 
 
@@ -257,16 +258,18 @@ def rank_memory(run: Run, stage: Stage = Stage.FIRST) -> MemoryBytes:
     optimizer = dense * policy.optimizer_bytes // replicas
     optimizer += experts * policy.optimizer_bytes // expert_replicas
     chunks, virtual = micro_batches_in_flight(run, stage)
-    activations = gathered = workspace = 0
+    share = topology.pipeline * virtual
+    has_head = topology.pipeline == 1 or stage is Stage.LAST
+    activations = gathered = workspace = saved = 0
     for kind, count in run.model.layers:
         kept, buffers = kept_bytes(run, kind)
         activations += count * kept
         gathered += count * buffers
         workspace = max(workspace, workspace_bytes(run, kind))
-    share = topology.pipeline * virtual
-    has_head = topology.pipeline == 1 or stage is Stage.LAST
-    rows = row_counts(run.request()).total * run.batch.micro_batch
-    last_norm = norm_bytes(run, rows) if has_head else 0
+        saved = kept - kept_bytes(run, kind, run.prunes_last_layer)[0]  # of the last layer
+    rows = row_counts(run.request())
+    last = rows_after_attention(run, rows, run.prunes_last_layer) * run.batch.micro_batch
+    last_norm = norm_bytes(run, last) - saved if has_head else 0
     return MemoryBytes(
         parameters=(dense + experts) * policy.element_bytes,
         gradients=(dense + experts) * policy.main_grad_bytes,

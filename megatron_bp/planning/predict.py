@@ -152,10 +152,10 @@ def exposed_keys(
     """Exposed seconds of one gather in forward, one in backward, and one reduction.
 
     Overlapped: the early half hides behind nothing but local launches (neglected); the late half,
-    and in the context-parallel baseline the corrupted keys, behind launches on early keys. In
-    backward their reductions hide behind those launches, the early half's behind nothing. A gather
+    and in the context-parallel baseline the corrupted keys, behind launches on early keys. A gather
     for backward runs one layer ahead and hides behind that layer; corrupted keys are not fetched
-    ahead. Blocking: everything is exposed, and the baseline copies what it gathered into order.
+    ahead. Reductions start when nothing adds to them any more, so they hide behind nothing.
+    Blocking: everything is exposed, and the baseline copies what it gathered into order.
     """
     topology, policy = run.topology, run.policy
     if topology.context == 1:
@@ -193,7 +193,7 @@ def exposed_keys(
     return (
         gather + max(0.0, gather + own(there) - EARLY_SHARE * attention[0]),
         max(0.0, 2 * gather - sum(attention)) + own(there),
-        reduce + max(0.0, reduce + own(back) - EARLY_SHARE * attention[1]),
+        2 * reduce + own(back),
     )
 
 
