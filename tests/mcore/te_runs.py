@@ -29,6 +29,7 @@ TE = flags(
     MODEL,
 )
 ON_CPU = ["--no-persist-layer-norm", "--no-rope-fusion", "--distributed-backend", "gloo"]
+ON_GPU = ["--bp-attention-kernel", "te"]  # others would compile theirs first
 FIVE = ["--train-iters", "5"]
 
 Logged = dict[str, list[dict[str, float]]]
@@ -86,6 +87,7 @@ def _prepare(rank: int, num_ranks: int, folder: str, stand_in: bool) -> list[str
 
 def _context_job(rank: int, num_ranks: int, folder: str, stand_in: bool) -> None:
     given = [*_prepare(rank, num_ranks, folder, stand_in), *DIFFUSION]
+    given += [] if stand_in else ON_GPU
     name = "one"
     if num_ranks > 1:
         name = "csbp"
@@ -112,7 +114,7 @@ def _jobs(rank: int, num_ranks: int, folder: str, stand_in: bool) -> None:
 
     def diffusion(name: str, given: list[str]) -> None:
         torch.use_deterministic_algorithms(False)
-        run(name, [*DIFFUSION, *given], launched)
+        run(name, [*DIFFUSION, *([] if stand_in else ON_GPU), *given], launched)
 
     def stock() -> None:
         runpy.run_path(SCRIPT, run_name="__main__")
