@@ -61,20 +61,17 @@ def _qwen() -> ModelShape:
     )
 
 
-def _drafter(
-    name: str, hidden: int, ffn: int, vocab: int, window: int, what: tuple[str, ...]
-) -> ModelShape:
+def _drafter(name: str, hidden: int, ffn: int, vocab: int, window: int) -> ModelShape:
     attention = AttentionShape(32, 8, 128, window=window, qk_norm=True)
     return ModelShape(
         name=name,
         hidden=hidden,
         vocab=vocab,
         layers=((LayerKind(attention, ffn), 5),),
-        source="DFlash2 drafter of 5 layers",
+        source="DFlash2 drafter of 5 layers, sizes as in its published configuration",
         assumed=(
             "embedding and head are frozen copies of the verifier's and counted as weights",
             "the feature projection, convolutions and selector are left out",
-            *what,
         ),
     )
 
@@ -94,15 +91,8 @@ MODELS = MappingProxyType(
             _nemotron("14b", 40, 5120, 16384, "untied; consistent with the published traffic"),
             _diffusion_gemma(),
             _qwen(),
-            _drafter("dflash2-qwen3.8", 5120, 17408, 248320, 0, ()),
-            _drafter(
-                "dflash2-muse-glimmer",
-                6656,
-                19968,
-                202048,
-                2048,
-                ("head counts as in the published drafter file",),
-            ),
+            _drafter("dflash2-qwen3.8", 5120, 17408, 248320, 0),
+            _drafter("dflash2-muse-glimmer", 6656, 19968, 202048, 2048),
         )
     }
 )
