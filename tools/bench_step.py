@@ -5,9 +5,10 @@
         --case one/flex one/ours --baseline one/flex --json step.json
     torchrun --nproc-per-node 2 tools/bench_step.py --case cp-plain/flex csbp/ours
 
-A case is MODE/RECIPE (megatron_bp/mcore/step_cases.py). Everything after -- goes to Megatron, for
-every case. Without a CUDA device the local layers run on the CPU (gloo), to try a command.
-Layers are Transformer Engine's; -- --transformer-impl local takes Megatron's own.
+A case is MODE/RECIPE (megatron_bp/mcore/step_cases.py), or MODE/RECIPE@L,L to run it at some of
+the lengths; --layers and --repeats take a number for each length, or one for all. Everything after
+-- goes to Megatron, for every case. Without a CUDA device the local layers run on the CPU (gloo),
+to try a command. Layers are Transformer Engine's; -- --transformer-impl local takes Megatron's.
 """
 
 import argparse
@@ -46,17 +47,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     own, _, extra = " ".join(shlex.quote(x) for x in argv).partition(" -- ")
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--shape", default="nemotron-3b", choices=[*MODELS, *SHAPES])
-    p.add_argument("--layers", type=int, default=8)
+    p.add_argument("--layers", type=int, nargs="+", default=[8])
     p.add_argument("--length", type=int, nargs="+", default=[65536], help="L, in tokens")
     p.add_argument("--block", type=int, default=32, help="tokens")
     p.add_argument("--objective", default="standard")
-    p.add_argument("--case", nargs="+", default=["one/flex", "one/ours"], type=Case.parse,
+    p.add_argument("--case", nargs="+", default=["one/flex", "one/ours"],
                    help=f"MODE of {', '.join(MODES)}; RECIPE of {', '.join(RECIPES)}")  # fmt: skip
     p.add_argument("--ranks", type=int, default=0, help="P; 0: all processes share one sample")
     p.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks")
     p.add_argument("--pipeline", type=int, default=1, help="pipeline stages")
     p.add_argument("--warmups", type=int, default=2)
-    p.add_argument("--repeats", type=int, default=3)
+    p.add_argument("--repeats", type=int, nargs="+", default=[3])
     p.add_argument("--no-profile", dest="profile", action="store_false")
     p.add_argument("--baseline", default="", help="case whose tokens/s the others are divided by")
     p.add_argument("--peak-tflops", type=float, default=989.0, help="of one GPU, dense bf16")
@@ -65,6 +66,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = p.parse_args(shlex.split(own))
     args.extra = shlex.split(extra)
     return args
+
+
+def cases_at(texts: list[str], length: int) -> list[Case]:
+    """The cases to run at a length."""
+    parted = [text.partition("@") for text in texts]
+    return [Case.parse(x) for x, _, at in parted if not at or str(length) in at.split(",")]
 
 
 def commit() -> str:
@@ -81,21 +88,6 @@ def predicted_ms(job: Job, case: Case, target_share: float) -> float:
     return 1e3 * predict(job.run(case, target_share), Cluster(HARDWARE["h200"]), schedule).total
 
 
-def line(row: dict[str, Any]) -> str:
-    """One line of the table."""
-    if "failed" in row:
-        return f"{row['case']:24} {row['length']:>8} failed: {row['failed']}"
-    split = row["ranks"][0][0] if row["ranks"][0] else {}
-    parts = {**split.get("computing_ms", {}), "idle": split.get("idle_ms", 0.0)}
-    parts |= {f"exposed {k}": v for k, v in split.get("exposed_ms", {}).items()}
-    faster = row.get("speedup", float("nan"))
-    return (f"{row['case']:24} {row['length']:>8} {row['step_ms']:>10.1f} ms {faster:>6.3f}x "
-            f"{row['tokens_per_s']:>9.0f} tok/s {row['useful_tflops_per_gpu']:>7.1f} TF/s "
-            f"{100 * row['mfu']:>5.1f} % {row['peak_gib']:>7.2f} GiB  loss {row['losses'][0]:.6f} "
-            f"norm {row['grad_norms'][0]:.6f}  "
-            + ", ".join(f"{k} {v:.0f}" for k, v in parts.items()))  # fmt: skip
-
-
 def main(argv: list[str]) -> None:
     """Measure, print, write."""
     args = parse(argv)
@@ -105,16 +97,17 @@ def main(argv: list[str]) -> None:
     if not torch.cuda.is_available() and rank == 0:
         print("no CUDA device: Megatron's local layers on the CPU, a trial without timings")
     extra = [*(["--bf16"] if args.dtype == "bf16" else []), *args.extra]
-    clock = step_bench.Clock(args.warmups, args.repeats, args.profile)
     ranks, rows = args.ranks or world // args.tensor // args.pipeline, list[dict[str, Any]]()
-    for length in args.length:
+    for at, length in enumerate(args.length):
+        layers, repeats = (x[min(at, len(x) - 1)] for x in (args.layers, args.repeats))
         job = Job(
-            cut(SHAPES.get(args.shape) or MODELS[args.shape], args.layers), length, args.block,
+            cut(SHAPES.get(args.shape) or MODELS[args.shape], layers), length, args.block,
             args.objective, ranks, world // ranks // args.tensor // args.pipeline, args.tensor,
             args.pipeline, tuple(extra),
         )  # fmt: skip
+        clock = step_bench.Clock(args.warmups, repeats, args.profile)
         fastest: dict[str, float] = {}
-        for case in args.case:
+        for case in cases_at(args.case, length):
             try:
                 with contextlib.redirect_stdout(sys.stderr):  # Megatron prints a lot
                     measured = step_bench.run_case(job, case, clock)
@@ -129,7 +122,7 @@ def main(argv: list[str]) -> None:
             if {args.baseline, case.name} <= set(fastest):
                 rows[-1]["speedup"] = fastest[case.name] / fastest[args.baseline]
             if rank == 0:
-                print(line(rows[-1]), flush=True)
+                print(step_bench.line(rows[-1]), flush=True)
                 write(args, argv, rows)
 
 

@@ -60,17 +60,19 @@ def main() -> int:
     # Several ranks on one GPU are possible over gloo only.
     shared = on_gpu and torch.cuda.device_count() < int(os.environ["WORLD_SIZE"])
     dist.init_process_group("nccl" if on_gpu and not shared else "gloo")
-    rows = run_layouts(args.references, args.dtype, args.problem, args.layout)
+    rows = []
+    for row in run_layouts(args.references, args.dtype, args.problem, args.layout):
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(f"{row['layout']:16} {row['problem']:13} {row['dtype']} loss "
+                  f"{row['loss_error']:.1e} gradient {row['grad_error']:.1e} "
+                  f"({row['worst_parameter']})", flush=True)  # fmt: skip
+            if args.json:
+                args.json.write_text(json.dumps(rows, indent=1) + "\n")
     one = json.loads(args.one.read_text()) if args.one else rows
     bad = inexact(rows, one)
     if dist.get_rank() == 0:
-        for row in rows:
-            print(f"{row['layout']:16} {row['problem']:13} {row['dtype']} loss "
-                  f"{row['loss_error']:.1e} gradient {row['grad_error']:.1e} "
-                  f"({row['worst_parameter']})")  # fmt: skip
         print(f"{len(rows)} cases over {dist.get_backend()}, {len(bad)} not exact", *bad, sep="\n")
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1))
     dist.destroy_process_group()
     return int(bool(bad))
 

@@ -9,7 +9,7 @@ import argparse
 import logging
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,8 @@ def one_process() -> None:
 
 def run_layouts(
     path: Path, dtypes: Iterable[str], problems: Iterable[str], names: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Checks layouts of this job's world size; one row a layout, problem and dtype; collective.
+) -> Iterator[dict[str, Any]]:
+    """Checks layouts of this job's world size: a row for each, and problem and dtype; collective.
 
     `names` empty: all of them. Layouts that deal experts take the problem that has some only;
     Megatron refuses experts under tensor without sequence parallelism.
@@ -103,7 +103,6 @@ def run_layouts(
     _set_timers(argparse.Namespace(timing_log_level=0, timing_log_option="minmax"))
     stored = torch.load(path, weights_only=False)
     layouts = LAYOUTS[dist.get_world_size()]
-    rows = []
     # Transformer Engine's norm, which Megatron puts behind the last layer, has no fp64; torch's
     # has no sequence-parallel mark until it is given one.
     mark_torch_norms()
@@ -117,8 +116,7 @@ def run_layouts(
                 for dtype in dtypes:
                     exact = "fp32" if dtype == "fp32" else "fp64"
                     reference = Reference(**stored[problem, exact])
-                    rows.append(_row(name, layouts[name], problem, dtype, reference))
-    return rows
+                    yield _row(name, layouts[name], problem, dtype, reference)
 
 
 def _fits(layout: Layout, problem: Problem) -> bool:

@@ -313,3 +313,18 @@ def summary(job: Job, case: Case, measured: Measured, peak_tflops: float) -> dic
         "target_share": measured.target_share,
         "ranks": [[split.as_dict() for split in m.splits] for m in everyone],
     }
+
+
+def line(row: dict[str, Any]) -> str:
+    """Returns a row of `summary` (and its speedup) as a line of a table."""
+    if "failed" in row:
+        return f"{row['case']:24} {row['length']:>8} failed: {row['failed']}"
+    split = row["ranks"][0][0] if row["ranks"][0] else {}
+    parts = {**split.get("computing_ms", {}), "idle": split.get("idle_ms", 0.0)}
+    parts |= {f"exposed {k}": v for k, v in split.get("exposed_ms", {}).items()}
+    faster = row.get("speedup", float("nan"))
+    return (f"{row['case']:24} {row['length']:>8} {row['step_ms']:>10.1f} ms {faster:>6.3f}x "
+            f"{row['tokens_per_s']:>9.0f} tok/s {row['useful_tflops_per_gpu']:>7.1f} TF/s "
+            f"{100 * row['mfu']:>5.1f} % {row['peak_gib']:>7.2f} GiB  loss {row['losses'][0]:.6f} "
+            f"norm {row['grad_norms'][0]:.6f}  "
+            + ", ".join(f"{k} {v:.0f}" for k, v in parts.items()))  # fmt: skip

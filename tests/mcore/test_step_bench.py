@@ -25,7 +25,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     given = "--shape tiny --layers 2 --length 64 --block 8 --dtype fp32 --warmups 1 --repeats 1"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(TOOL), *given.split(), "--objective", "fast_dllm_v2", "--json", str(path)]
-    command += ["--baseline", CASES[0], "--case", *CASES, "csbp/ours-separate"]
+    command += ["--baseline", CASES[0], "--case", *CASES, "csbp/ours-separate@64", "bp/ours@32"]
     command += ["--", "--use-distributed-optimizer", "--overlap-grad-reduce"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run(command, check=True, env=environment, timeout=240, capture_output=True)
@@ -38,6 +38,10 @@ def test_every_case_trains_the_same_job(rows: dict, name: str) -> None:
     assert row["losses"] == pytest.approx(base["losses"], rel=1e-6)
     assert row["grad_norms"] == pytest.approx(base["grad_norms"], rel=1e-5)
     assert row["needed_tflop"] == base["needed_tflop"]
+
+
+def test_cases_run_at_the_lengths_they_name(rows: dict) -> None:
+    assert set(rows) == {*CASES, "csbp/ours-separate"}
 
 
 def test_separate_views_train_the_mean_of_two_halves(rows: dict) -> None:
