@@ -51,7 +51,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Search and print."""
     args = parse(argv)
-    model = model_named(args.model) if args.model in MODELS else model_from_file(Path(args.model))
+    is_file = args.model not in MODELS and Path(args.model).exists()
+    model = model_from_file(Path(args.model)) if is_file else model_named(args.model)
     cluster = Cluster(calibrated(hardware_named(args.gpu), args.calibration), args.node_size)
     workload = Workload(
         model=model,

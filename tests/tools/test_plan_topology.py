@@ -56,6 +56,11 @@ def test_it_fails_and_says_why_if_nothing_fits(capsys: pytest.CaptureFixture[str
     assert "nothing fits:" in capsys.readouterr().out
 
 
+def test_a_model_that_is_neither_built_in_nor_a_file_is_refused() -> None:
+    with pytest.raises(ValueError, match="'nope' is not built in; use one of nemotron-3b, "):
+        load("plan_topology").main(["--model", "nope", "--length", "4096", "--gpus", "8"])
+
+
 def test_the_page_can_be_checked(capsys: pytest.CaptureFixture[str]) -> None:
     module = load("paper_page")
     assert module.main(["--check"]) == 0
