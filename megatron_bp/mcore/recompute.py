@@ -16,20 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_bp.attention.keeping import Keeping, KeptBytes, kept_bytes
+from megatron_bp.attention.keeping import Keeping, kept_bytes
 from megatron_bp.config import BlockParallelConfig
 from megatron_bp.layout.cost import LayerShape
+from megatron_bp.layout.memory import peak_memory
 from megatron_bp.layout.plan import RankPlan, with_window
+from megatron_bp.layout.run_shape import Recompute
 from megatron_bp.mcore.carrier import Layout
 from megatron_bp.mcore.core_attention import layer_window
+from megatron_bp.mcore.dry_run_shape import run_of
 from megatron_bp.mcore.parallel_state import get_block_parallel_group
 
 GIB = 2**30
 # Left for what no estimate holds: the allocator's gaps, NCCL buffers, kernels' workspaces.
 USABLE_SHARE = 0.9
-# Numbers of the hidden size that one layer has at a time in its second run and its backward,
-# beside attention and feed-forward: inputs, norms, residuals and their gradients.
-HIDDEN_COPIES = 8
 ADAM_BYTES = 8  # two fp32 moments of a parameter, which the optimizer makes in its first step
 
 
@@ -160,49 +160,36 @@ def decide(
     text = ""
     if wish.attention and config.bp_recompute_attention == "auto" and torch.cuda.is_available():
         needed = cost.attention + (cost.clean_kv if wish.clean_kv else 0)
-        free = free_bytes(args, layout, model)
-        fits = torch.tensor([needed <= free], device=layout.position.device, dtype=torch.int32)
+        device = layout.position.device
+        try:
+            free = free_bytes(args, config, model, device)
+            text = f"  {_size(needed)} needed to keep, {_size(free)} of device memory left\n"
+        except ValueError as error:
+            free = -1
+            text = f"  memory is unknown, so nothing is kept without being asked for: {error}\n"
+        fits = torch.tensor([needed <= free], device=device, dtype=torch.int32)
         dist.all_reduce(fits, dist.ReduceOp.MIN, group=get_block_parallel_group())
         wish = Keeping(bool(fits), wish.clean_kv)
-        text = f"  {_size(needed)} needed to keep, {_size(free)} of device memory left on rank 0\n"
     return wish, text + describe(args, wish, cost)
 
 
-def free_bytes(args: argparse.Namespace, layout: Layout, model: Any) -> int:
+def free_bytes(
+    args: argparse.Namespace, config: BlockParallelConfig, model: Any, device: torch.device
+) -> int:
     """Estimates the device memory that a step under full recompute leaves.
 
-    From what is allocated now (weights, gradients, master weights): less Adam's moments, the inputs
-    of all layers in flight, and one layer's activations.
+    From what is allocated now (weights, gradients, master weights): less Adam's moments, and what
+    the cost model says of activations, workspace and logits.
+    Raises: ValueError for a run that the cost model cannot describe.
     """
-    device = layout.position.device
     usable = int(USABLE_SHARE * torch.cuda.get_device_properties(device).total_memory)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     parameters *= getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
     sharers = args.data_parallel_size * args.context_parallel_size
     moments = ADAM_BYTES * parameters // (sharers if args.use_distributed_optimizer else 1)
-    return usable - torch.cuda.memory_allocated(device) - moments - activation_bytes(args, layout)
-
-
-def activation_bytes(args: argparse.Namespace, layout: Layout) -> int:
-    """Estimates the activations of a step under full recompute, without kept attention.
-
-    The inputs of the layers in flight; one layer's rows, with feed-forward and attention inputs,
-    outputs and gradients; and three chunks of fp32 logits.
-    """
-    tensor = args.tensor_model_parallel_size
-    rows = layout.plan.rows.num_rows * args.micro_batch_size
-    size = args.params_dtype.itemsize
-    dealt = tensor if args.sequence_parallel else 1
-    inputs = layers_in_flight(args) * rows * args.hidden_size * size // dealt
-    inner = args.ffn_hidden_size
-    if args.num_experts:
-        inner = (args.moe_ffn_hidden_size or inner) * args.moe_router_topk
-    shape, heads = attention_shape(args)
-    attention = 2 * heads * shape.head_size + 2 * shape.num_kv_heads * shape.head_size
-    layer = rows * size * (HIDDEN_COPIES * args.hidden_size + 2 * attention + 6 * inner // tensor)
-    keys: KeptBytes = kept_bytes(layout.plan, shape, heads, corrupted_only=False)
-    logits = 3 * 4 * args.bp_loss_chunk_rows * args.padded_vocab_size // tensor
-    return int(inputs + layer + 4 * keys.clean_kv + logits)
+    step = peak_memory(run_of(args, config, Recompute.FULL))
+    activations = step.activations + step.gathered_kv + step.workspace + step.logits
+    return usable - torch.cuda.memory_allocated(device) - moments - activations
 
 
 def _size(num_bytes: int) -> str:

@@ -171,13 +171,14 @@ def test_the_bytes_of_each_choice_are_printed() -> None:
     assert "whatever --bp-clean-kv says; 2 gather(s)" in text
 
 
-@pytest.mark.parametrize(("others_agree", "kept"), [(True, True), (False, False)])
-@pytest.mark.parametrize(("capacity", "fits"), [(80 << 30, True), (1 << 20, False)])
-def test_auto_keeps_if_every_rank_of_the_context_group_has_the_memory(
-    monkeypatch: pytest.MonkeyPatch, capacity: int, fits: bool, others_agree: bool, kept: bool
-) -> None:
-    args, config = given(FULL)
-    args.data_parallel_size = 1
+def decided(
+    monkeypatch: pytest.MonkeyPatch, text: str, capacity: int, others_agree: bool = True
+) -> tuple[Keeping, str]:
+    """What `auto` chooses on a GPU with so many bytes."""
+    args, config = given(f"{FULL} {text}")
+    args.data_parallel_size = args.bp_clean_shards = 1
+    args.virtual_pipeline_model_parallel_size = None
+    args.main_params_dtype = args.exp_avg_dtype = args.exp_avg_sq_dtype = torch.float32
     layout = SimpleNamespace(
         plan=make_plan(PlanRequest(48, 8), 0), prune=True, position=torch.zeros(1)
     )
@@ -192,6 +193,25 @@ def test_auto_keeps_if_every_rank_of_the_context_group_has_the_memory(
         fits *= others_agree
 
     monkeypatch.setattr(recompute.dist, "all_reduce", all_reduce)
-    keeping, text = recompute.decide(args, config, layout, torch.nn.Linear(8, 8))  # type: ignore[arg-type]
-    assert keeping.attention == (fits and kept)
+    model = torch.nn.Linear(8, 8)
+    return recompute.decide(args, config, layout, model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("others_agree", [True, False])
+@pytest.mark.parametrize(("capacity", "fits"), [(80 << 30, True), (1 << 20, False)])
+def test_auto_keeps_if_every_rank_of_the_context_group_has_the_memory(
+    monkeypatch: pytest.MonkeyPatch, capacity: int, fits: bool, others_agree: bool
+) -> None:
+    keeping, text = decided(monkeypatch, "", capacity, others_agree)
+    assert keeping.attention == (fits and others_agree)
     assert "needed to keep" in text
+
+
+def test_auto_keeps_nothing_where_memory_cannot_be_estimated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    uneven = "--num-layers 3 --pipeline-model-parallel-size 2"
+    keeping, text = decided(monkeypatch, uneven, 80 << 30)
+    assert not keeping.attention
+    assert "nothing is kept without being asked for" in text
+    assert "pipeline * virtual = 2 must divide the 3 layers" in text
