@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_bp.comm.groups import Group
+from megatron_bp.comm.groups import BlockingGroup, Group
 from megatron_bp.comm.wires import Pending, Splits, start_exchange, start_gather, start_reduce
 from megatron_bp.layout.exchange import Exchange, Slab, SlabExchange, WindowExchange
 
@@ -113,9 +113,20 @@ class CleanReduce:
         if zeroed:
             self.grad_SZ2MH.zero_()
         self._pending: dict[int, Pending] = {}
+        self._deferred: list[int] = []
 
     def start(self, phase: int) -> None:
-        """Starts the reduce-scatter (or the reverse all-to-all) of the slab of `phase`, once."""
+        """Starts the reduce-scatter (or the reverse all-to-all) of the slab of `phase`, once.
+
+        Over a blocking group it starts in `finish`: to wait here for ranks whose launches on this
+        slab take longer would cost what no schedule without overlap costs.
+        """
+        if isinstance(self.group, BlockingGroup):
+            self._deferred.append(phase)
+        else:
+            self._start(phase)
+
+    def _start(self, phase: int) -> None:
         exchange = self.exchange
         if exchange.num_shards == 1:
             return
@@ -158,6 +169,9 @@ class CleanReduce:
 
     def finish_into(self, dk_RZMH: Tensor, dv_RZMH: Tensor) -> None:
         """Like `finish`, written to tensors of any dtype."""
+        for phase in self._deferred:
+            self._start(phase)
+        self._deferred.clear()
         parts: list[tuple[int, Tensor]] = []
         exchange = self.exchange
         if exchange.num_shards == 1 or isinstance(exchange, WindowExchange):

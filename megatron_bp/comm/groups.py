@@ -74,7 +74,10 @@ class NodeGroup:
 
 @dataclass(frozen=True)
 class BlockingGroup:
-    """A group whose collectives are waited for at once: nothing overlaps, for comparison only."""
+    """A group over which nothing overlaps, for comparison only.
+
+    A gather is waited for at once; gradients are reduced when all of them are computed.
+    """
 
     whole: dist.ProcessGroup | NodeGroup
 

@@ -279,7 +279,7 @@ def test_a_group_that_saves_nothing_by_node_stays_as_it_is(nodes: list[int]) -> 
 def _blocking(rank: int) -> dict[str, Any]:
     groups = make_groups(4, 4)
     node = by_node(groups, 2).clean_shards
-    answers: dict[str, Any] = {"same": [], "pending": []}
+    answers: dict[str, Any] = {"same": [], "pending": [], "early": 0}
     for group in (groups.context, node):
         assert isinstance(group, dist.ProcessGroup | NodeGroup)
         blocking = BlockGroups(groups.context, BlockingGroup(group), LocalGroup())
@@ -289,6 +289,14 @@ def _blocking(rank: int) -> dict[str, Any]:
             k = torch.zeros(plan.rows.num_clean, 1, 1, 1)
             gather = CleanGather(k, k, plan.exchange, blocking.clean_shards)
             answers["pending"] += [x.work for x in gather._pending.values()]
+            reduce = CleanReduce(
+                gather.buffer_SZ2MH, plan.exchange, blocking.clean_shards, torch.float32
+            )
+            with counted() as sent:
+                for phase in (Phase.LATE, Phase.EARLY):
+                    reduce.start(phase)
+            answers["early"] += len(sent)
+            reduce.finish(len(k))
     return answers
 
 
@@ -296,3 +304,4 @@ def test_without_overlap_nothing_is_left_in_flight_and_nothing_else_changes() ->
     for answers in answers_of(4):
         assert all(answers["blocking"]["same"])
         assert answers["blocking"]["pending"] == [None] * (2 * (2 + 1))
+        assert answers["blocking"]["early"] == 0, "reductions wait for the last launch"
