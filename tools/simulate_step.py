@@ -19,8 +19,9 @@ from typing import Any
 
 from megatron_bp.layout.owners import Ownership
 from megatron_bp.layout.run_shape import Policy, Recompute, Run, Topology
+from megatron_bp.planning.cluster import Cluster
 from megatron_bp.planning.hardware import HARDWARE, hardware_named
-from megatron_bp.planning.predict import Cluster, Schedule, predict
+from megatron_bp.planning.predict import Schedule, predict
 from megatron_bp.planning.shapes import MODELS, model_named
 from megatron_bp.planning.simulate import simulate_step, summary
 from megatron_bp.planning.simulate_mesh import Slow

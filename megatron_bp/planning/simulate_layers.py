@@ -193,7 +193,10 @@ class LayerWriter:
                 program.compute(f"attention, {PHASE_NAMES[phase]} keys", seconds)
 
     def _attend_backward(self, layer: Layer) -> None:
-        """Late launches, early ones, local ones; a slab's reduction starts after its launches."""
+        """Late launches, early ones, local ones; a slab's reduction starts after its launches.
+
+        A blocking schedule reduces when all launches have run.
+        """
         program = self.program
         if layer.work.mixer[1]:
             program.compute("mixer backward", layer.work.mixer[1])
@@ -204,18 +207,20 @@ class LayerWriter:
             if layer.backward[phase].any():
                 name = f"attention backward, {PHASE_NAMES[phase]} slab"
                 program.compute(name, layer.backward[phase])
-            if phase in slabs:
-                name = f"reduce {PHASE_NAMES[phase]} keys"
-                sent = self._send(name, "shards", slabs[phase], LAST)
-                reduced += sent
-                if self.blocking:
-                    program.wait(*sent)
+            if phase in slabs and not self.blocking:
+                reduced += self._reduce(phase, slabs[phase])
+        if self.blocking:
+            for phase, steps in slabs.items():
+                reduced += self._reduce(phase, steps)
         if layer.reduce.corrupted:
             name = "reduce corrupted keys"
             reduced += self._send(name, "context", layer.reduce.corrupted, LAST)
         program.wait(*reduced)
         if layer.reorder:
             program.compute("reorder key gradients", layer.reorder)
+
+    def _reduce(self, phase: int, steps: Steps) -> tuple[int, ...]:
+        return self._send(f"reduce {PHASE_NAMES[phase]} keys", "shards", steps, LAST)
 
     def _send(self, name: str, group: str, steps: Steps, after: tuple[int, ...]) -> tuple[int, ...]:
         """Starts a message's steps; the operations of the last one."""

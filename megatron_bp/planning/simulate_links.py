@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_bp.planning.cluster import Cluster
 from megatron_bp.planning.events import Groups, Lane
-from megatron_bp.planning.predict import Cluster
 
 HOP_S = 2e-6  # one step of a ring, beside what a call costs; assumed
 

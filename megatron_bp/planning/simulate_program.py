@@ -12,8 +12,9 @@ import numpy as np
 
 from megatron_bp.layout.model_shape import LayerKind
 from megatron_bp.layout.run_shape import Run
+from megatron_bp.planning.cluster import Cluster
 from megatron_bp.planning.events import Groups, Lane, Op, Seconds
-from megatron_bp.planning.predict import Cluster, Schedule
+from megatron_bp.planning.predict import Schedule
 from megatron_bp.planning.simulate_links import Message, Placement
 from megatron_bp.planning.simulate_mesh import Mesh, Slow, placements, slow_factors
 from megatron_bp.planning.simulate_schedule import Pipeline, Turn

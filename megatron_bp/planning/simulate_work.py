@@ -20,7 +20,8 @@ from megatron_bp.layout.pair_counts import owners_of, row_counts
 from megatron_bp.layout.plan import PlanRequest
 from megatron_bp.layout.run_shape import Run
 from megatron_bp.layout.visibility import CleanRule, visibility_of
-from megatron_bp.planning.predict import Cluster, T, attention_seconds, elementwise_bytes
+from megatron_bp.planning.cluster import Cluster
+from megatron_bp.planning.predict import T, attention_seconds, elementwise_bytes
 
 PHASES = ("local", "early", "late")
 
