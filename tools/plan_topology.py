@@ -36,6 +36,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--global-batch", type=int, default=0, help="samples of a step; default: one for each node"
     )
     p.add_argument("--grad-wire", default="fp32", choices=["fp32", "model"], help="K/V gradients")
+    p.add_argument(
+        "--main-grads", default="fp32", choices=["fp32", "bf16"], help="accumulated gradients"
+    )
     p.add_argument("--best", type=int, default=5, help="how many runs to print")
     p.add_argument("--why", action="store_true", help="explain what rules the others out")
     p.add_argument(
@@ -63,7 +66,11 @@ def main(argv: list[str]) -> int:
         global_batch=args.global_batch or max(1, args.gpus // args.node_size),
         cluster=cluster,
     )
-    policy = replace(MEGATRON, grad_wire_bytes=2 if args.grad_wire == "model" else 4)
+    policy = replace(
+        MEGATRON,
+        grad_wire_bytes=2 if args.grad_wire == "model" else 4,
+        main_grad_bytes=2 if args.main_grads == "bf16" else 4,
+    )
     found = search(workload, args.best, policy)
     print(heading(workload, found))
     if found.best:

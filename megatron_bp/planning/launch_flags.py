@@ -138,6 +138,8 @@ def _memory_flags(run: Run) -> list[str]:
         flags += ["--bp-clean-kv", "keep" if policy.keep_gathered else "regather"]
     narrow = policy.grad_wire_bytes == policy.element_bytes
     flags += ["--bp-grad-wire-dtype", "model" if narrow else "fp32"]
+    if policy.main_grad_bytes == policy.element_bytes:
+        flags.append("--grad-reduce-in-bf16")
     if policy.shard_optimizer:
         flags.append("--use-distributed-optimizer")
         if policy.overlap_data_parallel:

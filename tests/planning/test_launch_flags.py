@@ -58,7 +58,7 @@ def test_the_best_of_a_search_is_accepted(name: str, objective: str) -> None:
 )
 @pytest.mark.parametrize("recompute", Recompute)
 def test_every_mode_and_policy_is_accepted(topology: Topology, recompute: Recompute) -> None:
-    policy = Policy(recompute, keep_gathered=False, grad_wire_bytes=2)
+    policy = Policy(recompute, keep_gathered=False, grad_wire_bytes=2, main_grad_bytes=2)
     model = ModelShape("m", 2048, 131072, ((MODELS["nemotron-3b"].layers[0][0], 24),))
     run = Run(model, BatchShape(65536, 32, global_batch=4), topology, policy)
     args = accepted(launch_flags(run, "standard", CLUSTER), 16)
@@ -67,6 +67,7 @@ def test_every_mode_and_policy_is_accepted(topology: Topology, recompute: Recomp
     owned = topology.context if topology.block_owned else 1
     assert args["block_parallel_size"] == owned
     assert args["bp_grad_wire_dtype"] == "model"
+    assert args["grad_reduce_in_bf16"]
     full = recompute in (Recompute.FULL, Recompute.FULL_KEEP_ATTENTION)
     assert (args["recompute_granularity"] == "full") == full
     if recompute is Recompute.FULL_KEEP_ATTENTION:
