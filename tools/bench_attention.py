@@ -4,7 +4,8 @@
     tools/bench_attention.py --shape nemotron-8b --length 65536 262144 --ranks 8 --rank 3 \
         --run native/flash4 flex dense/flash4 --json out.json --plot out.png
 
-A run is native/KERNEL, interval/KERNEL, dense/KERNEL (the ceiling with as many pairs) or flex.
+A run is native/KERNEL, interval/KERNEL, dense/KERNEL (the ceiling with as many pairs) or flex. No
+wires: a layer with its exchange, on several GPUs, is tools/bench_layer.py.
 """
 
 import argparse
