@@ -21,28 +21,30 @@ RUN = (
 )
 CSBP = "--context-parallel-size 2 --block-parallel-size 2"
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+DISTRIBUTED = "--use-distributed-optimizer"
+ANY = f"{DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
+TP, PP = "--tensor-model-parallel-size 2 --sequence-parallel", "--pipeline-model-parallel-size 2"
 # Stops after two steps each: (ranks, layout).
-RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
-ANY = (
-    (1, f"--use-distributed-optimizer {RESHARDABLE}"),
-    (2, f"{CSBP} {OVERLAP} {RESHARDABLE}"),
-    (
-        2,
-        "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer "
-        f"{RESHARDABLE}",
-    ),
-    (2, f"--pipeline-model-parallel-size 2 --use-distributed-optimizer {RESHARDABLE}"),
-    (2, f"{OVERLAP} {RESHARDABLE}"),
-    (2, f"--block-parallel-size 2 --use-distributed-optimizer {RESHARDABLE}"),
-    (1, f"--use-distributed-optimizer {RESHARDABLE}"),
+TWO_RANKS = (
+    (1, ANY),
+    (2, f"{CSBP} {OVERLAP} {ANY}"),
+    (2, f"{TP} {ANY}"),
+    (2, f"{PP} {ANY}"),
+    (2, f"{OVERLAP} {ANY}"),
+    (2, f"--block-parallel-size 2 {ANY}"),
+    (1, ANY),
+)
+FOUR_RANKS = (
+    (1, ANY),
+    (4, f"--context-parallel-size 2 --block-parallel-size 4 {ANY}"),
+    (4, f"{CSBP} {TP} {ANY}"),
+    (4, f"{CSBP} {PP} {ANY}"),
+    (4, f"{CSBP} {ANY}"),
+    (1, ANY),
 )
 # The distributed optimizer's default format follows data and context ranks only.
-DATA = (
-    (1, "--use-distributed-optimizer"),
-    (2, f"{CSBP} --use-distributed-optimizer"),
-    (2, "--use-distributed-optimizer"),
-)
-CHAINS = {"degrees": ANY, "data_ranks": DATA}
+DATA = ((1, DISTRIBUTED), (2, f"{CSBP} {DISTRIBUTED}"), (2, DISTRIBUTED))
+CHAINS = {"two_ranks": TWO_RANKS, "four_ranks": FOUR_RANKS, "data_ranks": DATA}
 
 
 def _chain(folder: Path, name: str) -> None:
@@ -64,6 +66,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, megatron: Megatron) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_run_goes_on_equal_in_every_layout(
     tmp_path: Path, megatron: Megatron, whole: Path, name: str
