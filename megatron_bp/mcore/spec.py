@@ -3,7 +3,8 @@
 
 Megatron's own specification with our core attention in it, in any script that builds its model
 from `GPTModelConfig` (pretrain_gpt.py from 0.19 on). For batches without a plan, next-token data
-and inference, the model is stock Megatron bit for bit. Specified by tests/mcore/test_spec.py.
+and inference, the model is stock Megatron bit for bit. Specified by
+tests/mcore/test_launch.py and tests/test_patches.py.
 """
 
 from __future__ import annotations
