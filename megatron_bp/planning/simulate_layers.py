@@ -1,8 +1,8 @@
 """Issues what one layer computes and sends for one micro-batch, forward and backward.
 
 The order is that of attention/block_parallel.py (both slabs start at once, late launches last; in
-backward late launches first and their slab's reduction behind the early ones) inside Megatron's
-transformer layer under sequence parallelism. Specified by tests/planning/test_simulate.py.
+backward both slabs are reduced after their launches) inside Megatron's transformer layer under
+sequence parallelism. Specified by tests/planning/test_simulate.py.
 """
 
 from dataclasses import dataclass
@@ -193,9 +193,9 @@ class LayerWriter:
                 program.compute(f"attention, {PHASE_NAMES[phase]} keys", seconds)
 
     def _attend_backward(self, layer: Layer) -> None:
-        """Late launches, early ones, local ones; a slab's reduction starts after its launches.
+        """Late launches, early ones, then both slabs' reductions, late first.
 
-        A blocking schedule reduces when all launches have run.
+        Not a slab at a time: the rank with the last chunk is on the late slab until nearly the end.
         """
         program = self.program
         if layer.work.mixer[1]:
@@ -207,11 +207,9 @@ class LayerWriter:
             if layer.backward[phase].any():
                 name = f"attention backward, {PHASE_NAMES[phase]} slab"
                 program.compute(name, layer.backward[phase])
-            if phase in slabs and not self.blocking:
-                reduced += self._reduce(phase, slabs[phase])
-        if self.blocking:
-            for phase, steps in slabs.items():
-                reduced += self._reduce(phase, steps)
+            if phase == EARLY:
+                for slab in sorted(slabs, reverse=True):
+                    reduced += self._reduce(slab, slabs[slab])
         if layer.reduce.corrupted:
             name = "reduce corrupted keys"
             reduced += self._send(name, "context", layer.reduce.corrupted, LAST)

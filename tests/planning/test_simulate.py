@@ -93,11 +93,8 @@ def test_two_ranks_overlap_as_computed_by_hand() -> None:
     forward = np.array(ends)  # no rank waits for the other before its late slab's gradients
     now = forward + work.after + work.ffn + run_head_seconds(run, gpu)
     now = now + 2 * (work.after + work.ffn)
-    late_done = now + work.backward[2]
-    late_reduced = late_done.max() + reduce
-    early_done = late_done + work.backward[1]
-    both_reduced = max(late_reduced, early_done.max()) + reduce
-    end = both_reduced + 2 * work.before + data + optimizer_seconds(run, gpu)
+    done = (now + work.backward[2] + work.backward[1]).max()
+    end = done + 2 * reduce + 2 * work.before + data + optimizer_seconds(run, gpu)
     assert step(run, cluster).seconds == pytest.approx(end, rel=1e-12)
 
 
