@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from megatron_bp.mcore.dry_run_shape import Cluster
 from tests.mcore.forks import Megatron
 from tests.mcore.runs import flags
 
+ROOT = Path(__file__).parents[2]
 SIXTEEN = Cluster(num_gpus=16, gpus_per_node=8, memory_gib=80.0, reserve_gib=6.0)
 # A model of 3.4 B weights on samples of 65,536 tokens: what a layout costs shows.
 BASE = (
@@ -119,6 +122,24 @@ def test_bytes_are_those_of_the_exchange(report: Any) -> None:
     reduce = next(size for name, size in found.items() if name.startswith("clean K/V reduce"))
     assert gather == pytest.approx(2 * sent, abs=1e-3)  # bf16
     assert reduce == pytest.approx(4 * sent, abs=1e-3)  # fp32 on the wire by default
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("one/ours", FULL),
+        ("one/recompute-all", f"{FULL} --bp-recompute-attention rerun"),
+        ("one/ours-unpruned", f"{FULL} --no-bp-prune-last-layer"),
+    ],
+)
+def test_the_memory_is_what_an_h200_had_allocated(report: Any, case: str, text: str) -> None:
+    """Whole steps of Megatron: docs/bench/step_h200.json, peaks of the allocator."""
+    measured = json.loads((ROOT / "docs/bench/step_h200.json").read_text())["runs"][0]["results"]
+    peak = next(result["peak_gib"] for result in measured if result["case"] == case)
+    h200 = Cluster(1, 8, 141.0, 6.0)
+    eight_layers = BASE.replace("--num-layers 24", "--num-layers 8")
+    found = numbers(report(f"{text} --global-batch-size 1", h200, eight_layers))
+    assert found["of 141"] - 6.0 == pytest.approx(peak, rel=0.04)
 
 
 @pytest.mark.parametrize(
