@@ -120,30 +120,32 @@ def _random(name: str, *shape: int) -> torch.Tensor:
 
 def _train(problem: Any, layout: Any, reference: Any) -> dict[str, Any]:
     from megatron_bp.mcore import exactness
-    from megatron_bp.mcore.exactness_problem import gpt, local_spec, transformer_config
+    from megatron_bp.mcore.exactness_problem import gpt, local_spec
     from megatron_bp.mcore.lora import Lora, adapted_spec, is_adapter
     from megatron_bp.mcore.lora_state import draw_adapters, freeze_base
     from megatron_bp.mcore.model import diffusion_spec, use_plan_positions
 
-    config = transformer_config(problem, layout)
-    spec = diffusion_spec(local_spec(problem), config)
-    model = gpt(config, adapted_spec(spec, Lora(RANK, ALPHA, 7)), problem)
-    use_plan_positions([model])
-    freeze_base(model)
-    draw_adapters(model)
-    drawn = {name: p.clone() for name, p in model.named_parameters() if is_adapter(name)}
-    wrapped = []
+    models, drawn, wrapped = [], {}, []
 
-    class Kept(exactness.DistributedDataParallel):  # type: ignore[name-defined, misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            wrapped.append(self)
+    def adapted(problem: Any, layout: Any, config: Any) -> list[Any]:
+        spec = diffusion_spec(local_spec(problem), config)
+        model = gpt(config, adapted_spec(spec, Lora(RANK, ALPHA, 7)), problem)
+        use_plan_positions([model])
+        freeze_base(model)
+        draw_adapters(model)
+        drawn.update((name, p.clone()) for name, p in model.named_parameters() if is_adapter(name))
+        models.append(model)
+        return models
 
-    stock = exactness._layout_model, exactness.DistributedDataParallel
-    exactness._layout_model = lambda problem, layout: model
-    exactness.DistributedDataParallel = Kept
+    def distributed(*args: Any) -> list[Any]:
+        wrapped.extend(stock[1](*args))
+        return wrapped
+
+    stock = exactness._chunks, exactness.distribute
+    exactness._chunks, exactness.distribute = adapted, distributed
     result = exactness.check(problem, layout, reference)
-    exactness._layout_model, exactness.DistributedDataParallel = stock
+    exactness._chunks, exactness.distribute = stock
+    (model,) = models
     adapters = [p for name, p in model.named_parameters() if is_adapter(name)]
     frozen = [name for name, p in model.named_parameters() if not is_adapter(name)]
     named = dict(model.named_parameters())
