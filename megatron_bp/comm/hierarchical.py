@@ -7,7 +7,7 @@ ranks. The total is the same: k * n - 1 shares. Specified by tests/comm/test_hie
 """
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -103,7 +103,8 @@ def split_by_node(group: Group, nodes: Sequence[int]) -> Group:
 
     `nodes` is the node of each rank of `group`. Nothing is saved when all ranks are on one node, or
     each on its own.
-    Raises: ValueError if the nodes do not hold equally many adjacent ranks.
+    Raises: ValueError if the nodes do not hold equally many adjacent ranks, or torch.distributed
+    was initialised with a device.
     """
     num_nodes = len(set(nodes))
     if num_nodes in (1, len(nodes)):
@@ -117,6 +118,7 @@ def split_by_node(group: Group, nodes: Sequence[int]) -> Group:
             "--bp-hierarchical-gather 0, or degrees that divide a node."
         )
     assert isinstance(group, dist.ProcessGroup), "only a process group has ranks on other nodes"
+    refuse_bound_device(dist.group.WORLD)
     ranks = dist.get_process_group_ranks(group)
     node, local = divmod(group.rank(), per_node)
     inside = ranks[node * per_node : (node + 1) * per_node]
@@ -126,3 +128,18 @@ def split_by_node(group: Group, nodes: Sequence[int]) -> Group:
         for part in (inside, between)
     ]
     return NodeGroup(group, *(cast(dist.ProcessGroup, part) for part in made))
+
+
+def refuse_bound_device(world: Any) -> None:
+    """Returns if groups can be made by their members alone, as different pipeline stages must.
+
+    With a bound device torch splits the world's communicator, which every rank must take part in;
+    members would wait for the others for ever. Megatron-Core 0.19.2 binds none.
+    Raises: ValueError if a device is bound.
+    """
+    if getattr(world, "bound_device_id", None) is not None:
+        raise ValueError(
+            f"torch.distributed was initialised with device_id={world.bound_device_id}; gathers by "
+            "node make groups of some ranks only, which needs init_process_group without "
+            "device_id. Drop it, or use --bp-hierarchical-gather 0."
+        )

@@ -5,6 +5,7 @@ Only a group can show this: 4 and 8 gloo ranks play 2 nodes of 2, 2 of 4 and 4 o
 
 from dataclasses import dataclass, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from megatron_bp.attention.block_parallel import AttentionOptions, block_parallel_attention
 from megatron_bp.comm.clean_kv import CleanGather, CleanReduce
 from megatron_bp.comm.groups import BlockGroups, BlockingGroup, Group, LocalGroup, NodeGroup
-from megatron_bp.comm.hierarchical import split_by_node
+from megatron_bp.comm.hierarchical import refuse_bound_device, split_by_node
 from megatron_bp.layout.decomposition import Phase
 from megatron_bp.layout.exchange import LinkRows, Route, SlabExchange
 from megatron_bp.layout.owners import Ownership
@@ -268,6 +269,12 @@ def test_rows_by_link_need_full_nodes(per_node: int) -> None:
 def test_ranks_that_do_not_fill_nodes_in_order_are_refused(nodes: list[int]) -> None:
     with pytest.raises(ValueError, match="equally many adjacent ranks on each node"):
         split_by_node(LocalGroup(), nodes)
+
+
+def test_a_bound_device_is_refused_because_members_alone_could_not_make_groups() -> None:
+    refuse_bound_device(SimpleNamespace(bound_device_id=None))
+    with pytest.raises(ValueError, match=r"device_id=cuda:3; .* without device_id"):
+        refuse_bound_device(SimpleNamespace(bound_device_id=torch.device("cuda", 3)))
 
 
 @pytest.mark.parametrize("nodes", [[0], [0, 0, 0], [3, 1, 2]])
