@@ -243,11 +243,6 @@ class BlockParallelConfig:
                 f"--bp-peak-tflops {self.bp_peak_tflops} must be 0 (by device) or positive; use "
                 "for example 989"
             )
-        if not self.is_diffusion and self.bdlm_data != "stream":
-            found.append(
-                f"--bdlm-data {self.bdlm_data} needs a block-diffusion objective; use "
-                "--bdlm-objective standard, or drop it"
-            )
         if self.bp_hierarchical_gather < -1:
             found.append(
                 f"--bp-hierarchical-gather {self.bp_hierarchical_gather} must be the ranks of a "
@@ -264,16 +259,25 @@ class BlockParallelConfig:
                 "names "
                 "it in its flags file"
             )
-        if not self.is_diffusion and self.bdlm_lora_rank:
+        return found if self.is_diffusion else found + self._problems_without_objective()
+
+    def _problems_without_objective(self) -> list[str]:
+        """What only a block-diffusion objective can use."""
+        found = []
+        if self.bdlm_data != "stream":
+            found.append(
+                f"--bdlm-data {self.bdlm_data} needs a block-diffusion objective; use "
+                "--bdlm-objective standard, or drop it"
+            )
+        if self.bdlm_lora_rank:
             found.append(
                 f"--bdlm-lora-rank {self.bdlm_lora_rank} needs a block-diffusion objective; use "
                 "--bdlm-objective standard, or --bdlm-lora-rank 0"
             )
-        if not self.is_diffusion and self.block_parallel_size != 1:
+        if self.block_parallel_size != 1:
             found.append(
                 f"--block-parallel-size {self.block_parallel_size} needs a block-diffusion "
-                "objective; "
-                "use --bdlm-objective standard, or --block-parallel-size 1"
+                "objective; use --bdlm-objective standard, or --block-parallel-size 1"
             )
         return found
 

@@ -67,6 +67,8 @@ def test_the_default_is_stock_megatron() -> None:
             {"bdlm_objective": "dflash"},
             "--bdlm-objective dflash is unknown; use one of none, standard",
         ),
+        ({"bp_peak_tflops": -1.0}, "--bp-peak-tflops -1.0 must be 0 (by device) or positive"),
+        ({"bp_clean_kv": "drop"}, "use one of auto, keep, regather"),
         ({"bdlm_data": "chat"}, "--bdlm-data chat is unknown; use one of stream, sft"),
         ({"bdlm_data": "sft"}, "--bdlm-data sft needs a block-diffusion objective"),
         ({"document_positions": "x"}, "--document-positions x is unknown; use one of restart, run"),

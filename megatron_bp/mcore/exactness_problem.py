@@ -185,29 +185,6 @@ def transformer_config(problem: Problem, layout: Layout) -> TransformerConfig:
 
     With experts as Qwen3-MoE's: softmax over the chosen ones, an auxiliary loss for balance.
     """
-    recompute: dict[str, Any] = {}
-    if layout.recompute == "full":
-        recompute = {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    elif layout.recompute == "selective":
-        recompute = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    experts: dict[str, Any] = {}
-    if problem.num_experts:
-        experts = {
-            "num_moe_experts": problem.num_experts,
-            "moe_router_topk": 2,
-            "moe_aux_loss_coeff": 0.1,
-            "moe_router_load_balancing_type": problem.balance,
-            "moe_ffn_hidden_size": 24,
-            "moe_z_loss_coeff": problem.z_loss or None,
-            "moe_router_enable_expert_bias": problem.expert_bias,
-            "moe_router_score_function": "sigmoid" if problem.expert_bias else "softmax",
-            "expert_model_parallel_size": layout.expert,
-            "expert_tensor_parallel_size": layout.expert_tensor,
-        }
     return TransformerConfig(
         num_layers=problem.num_layers,
         hidden_size=32,
@@ -242,9 +219,38 @@ def transformer_config(problem: Problem, layout: Layout) -> TransformerConfig:
         calculate_per_token_loss=problem.per_token,
         # Megatron rejects its default dispatcher with variable lengths, even for dense models.
         moe_token_dispatcher_type="alltoall",
-        **recompute,
-        **experts,
+        **_recompute(layout),
+        **_experts(problem, layout),
     )
+
+
+def _recompute(layout: Layout) -> dict[str, Any]:
+    if layout.recompute == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if layout.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}
+
+
+def _experts(problem: Problem, layout: Layout) -> dict[str, Any]:
+    if not problem.num_experts:
+        return {}
+    return {
+        "num_moe_experts": problem.num_experts,
+        "moe_router_topk": 2,
+        "moe_aux_loss_coeff": 0.1,
+        "moe_router_load_balancing_type": problem.balance,
+        "moe_ffn_hidden_size": 24,
+        "moe_z_loss_coeff": problem.z_loss or None,
+        "moe_router_enable_expert_bias": problem.expert_bias,
+        "moe_router_score_function": "sigmoid" if problem.expert_bias else "softmax",
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+    }
 
 
 def start_layout(layout: Layout) -> None:
