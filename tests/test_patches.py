@@ -10,6 +10,8 @@ import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -142,6 +144,20 @@ def core_attention(cp_comm_type: str) -> str:
     submodules = get_gpt_layer_local_spec().submodules.self_attention.submodules
     layer = SelfAttention(config, submodules, layer_number=1, cp_comm_type=cp_comm_type)
     return f"{type(layer.core_attention).__name__} {core}"
+
+
+def test_the_lines_for_transformer_engine_ask_the_context_of_a_named_attention() -> None:
+    text = (ROOT / "patches/transformer_engine/cp_comm_type.patch").read_text().splitlines()
+    inserted = [line[1:] for line in text if line.startswith("+") and "+++" not in line]
+    head = "def forward(self, query_layer, key_layer, value_layer, qkv_format=None):"
+    source = "\n".join([head, *inserted, "        return 'stock'"])
+    found: dict[str, Any] = {}
+    exec(source, found)  # our own lines
+    context = SimpleNamespace(attend=lambda *given: given)
+    ours = SimpleNamespace(cp_comm_type="block_parallel", cp_group=context, qkv_format="sbhd")
+    assert found["forward"](ours, 1, 2, 3) == (1, 2, 3, "sbhd")
+    assert found["forward"](ours, 1, 2, 3, qkv_format="bshd") == (1, 2, 3, "bshd")
+    assert found["forward"](SimpleNamespace(cp_comm_type="p2p"), 1, 2, 3) == "stock"
 
 
 @pytest.mark.skipif(
