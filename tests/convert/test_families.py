@@ -104,6 +104,7 @@ def _read(name: str, **changes: Any) -> ModelShape:
         ("bailing-tied", {"use_qkv_bias": True}, "use_qkv_bias=true: projection biases"),
         ("bailing-tied", {"norm_head": True}, "norm_head=true: a head that is normalised"),
         ("bailing-tied", {"num_nextn_predict_layers": 1}, "multi-token-prediction layers do not"),
+        ("bailing-tied", {"expert_capacity": 2}, "block routing) have no counterpart"),
         ("bailing-tied", {"n_group": 4}, "num_experts=6 must be a multiple of n_group=4"),
         (
             "bailing-tied",

@@ -127,6 +127,11 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
             problems.append(f"{name}={config[name]!r} must be {wanted!r}")
     if config.get("norm_head"):
         problems.append("norm_head=true: a head that is normalised when loaded does not convert")
+    if config.get("expert_capacity") is not None:
+        problems.append(
+            f"expert_capacity={config['expert_capacity']}: experts chosen by block (block routing) "
+            f"have no counterpart in Megatron"
+        )
     if config.get("num_nextn_predict_layers"):
         problems.append(
             f"num_nextn_predict_layers={config['num_nextn_predict_layers']} must be 0: "
