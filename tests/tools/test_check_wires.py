@@ -52,8 +52,17 @@ def test_bf16_is_measured_against_one_rank() -> None:
     row = {"layout": "csbp2", "problem": "standard", "dtype": "bf16", "loss_error": 0.0}
     one = [{**row, "layout": "one", "grad_error": 0.01}]
     assert inexact([{**row, "grad_error": 0.014}], one) == []
-    assert len(inexact([{**row, "grad_error": 0.016}], one)) == 1
+    assert len(inexact([{**row, "grad_error": 0.021}], one)) == 1
     assert len(inexact([{**row, "grad_error": 0.001}], [])) == 1
+    assert inexact(one, []) == []
+
+
+def test_a_device_that_rounds_more_is_the_yardstick_in_fp64_too() -> None:
+    row = {"layout": "csbp2", "problem": "standard", "dtype": "fp64", "loss_error": 0.0}
+    one = [{**row, "layout": "one", "grad_error": 2e-7}]
+    assert inexact([{**row, "grad_error": 2.5e-7}], one) == []
+    assert len(inexact([{**row, "grad_error": 5e-7}], one)) == 1
+    assert len(inexact(one, [])) == 1
 
 
 def test_layouts_fill_their_world() -> None:
