@@ -16,7 +16,7 @@ import torch
 from megatron_bp.config import BlockParallelConfig, list_problems
 from megatron_bp.mcore import arguments, cpu, refusals, versions
 from megatron_bp.mcore.checkpoints import mend_tracker, optimizer_problems
-from megatron_bp.mcore.writer_watch import watch_writer
+from megatron_bp.mcore.writer_watch import shield_helpers, watch_writer
 
 
 def pretrain_bdlm() -> None:
@@ -38,8 +38,11 @@ def train() -> None:
     cpu.use_shipped_dataset_helpers()
     versions.require_seams()
     args, config = parse()
-    if config.is_diffusion and args.async_save and args.async_strategy == "mcore":
-        watch_writer()
+    if config.is_diffusion and args.save and args.async_strategy == "mcore":
+        if args.exit_signal_handler:
+            shield_helpers(args.exit_signal, args.async_save)
+        if args.async_save:
+            watch_writer()
 
     from megatron.core.enums import ModelType
     from megatron.training import pretrain

@@ -166,7 +166,8 @@ def _be_rank(
         where = f"file://{rendezvous}"
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=num_ranks)
         # The queue to writers of checkpoints is a process: forked, because a new one imports torch.
-        get_write_results_queue("fork")
+        if "--exit-signal-handler" not in given:  # then started by the job, with a signal ignored
+            get_write_results_queue("fork")
         if death is not None:
             death(rank)
         as_job(rank, num_ranks, [*given, "--tensorboard-dir", str(folder / "tensorboard")], train)

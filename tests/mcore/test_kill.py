@@ -23,7 +23,7 @@ from megatron_bp.mcore.checkpoints import TRACKER, complete_iterations, iteratio
 from tests.mcore.forks import Megatron, checkpoint, finish, fork_job
 from tests.mcore.runs import flags, read_scalars
 
-STEPS = 8
+STEPS = 10
 RUN = (
     f"--train-iters {STEPS} --save-interval 2 --eval-iters 0 --weight-decay 0.1 "
     "--lr-decay-style cosine --lr-warmup-iters 3 --lr-decay-iters 20 --min-lr 0"
@@ -71,7 +71,7 @@ def in_step(number: int) -> None:
 
 
 def asked_to_end() -> None:
-    """Gets SIGTERM in its first step, as before a time limit."""
+    """All processes get SIGTERM in the first step, as Slurm sends it before a time limit."""
     from megatron_bp.mcore.forward_step import DiffusionForwardStep
 
     call, told = DiffusionForwardStep.__call__, [False]
@@ -79,7 +79,7 @@ def asked_to_end() -> None:
     def tell(self: Any, *args: Any) -> Any:
         if not told[0]:
             told[0] = True
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.killpg(0, signal.SIGTERM)
         return call(self, *args)
 
     DiffusionForwardStep.__call__ = tell  # type: ignore[method-assign]
@@ -113,6 +113,10 @@ def emptied(path: Path) -> None:
 
 def in_first_step() -> None:
     in_step(1)
+
+
+def in_second_step() -> None:
+    in_step(2)
 
 
 def in_third_step() -> None:
@@ -153,7 +157,8 @@ ONE_RANK = (
     Life("before the tracker", before_tracker, ("2",)),
     Life("tracker", in_tracker, ("",)),
     Life("SIGTERM", asked_to_end, ("5",), "--exit-signal-handler", ends=0),
-    Life("step after an asynchronous save", in_third_step, ("5", "6"), ASYNC),
+    Life("SIGTERM, asynchronous", asked_to_end, ("6",), f"--exit-signal-handler {ASYNC}", ends=0),
+    Life("step after an asynchronous save", in_second_step, ("6",), ASYNC),
     Life("tracker, asynchronous", in_tracker, ("",), ASYNC),
 )
 TWO_RANKS = (
