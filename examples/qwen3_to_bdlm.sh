@@ -44,6 +44,7 @@ restarting=(
 )
 case $step in
   convert)
+    run mkdir -p "$WORK"
     run python tools/convert_checkpoint.py ar2bdlm "$MODEL" "$WORK/bdlm" \
       --objective fast_dllm_v2 --block-size 32 --workers "$WORKERS"
     ;;
