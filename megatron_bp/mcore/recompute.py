@@ -187,6 +187,8 @@ def free_bytes(
     parameters *= getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
     sharers = args.data_parallel_size * args.context_parallel_size
     moments = ADAM_BYTES * parameters // (sharers if args.use_distributed_optimizer else 1)
+    if args.iteration > 0 and not args.no_load_optim:
+        moments = 0  # of a resumed run: allocated already
     step = peak_memory(run_of(args, config, Recompute.FULL))
     activations = step.activations + step.gathered_kv + step.workspace + step.logits
     return usable - torch.cuda.memory_allocated(device) - moments - activations

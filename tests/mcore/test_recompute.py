@@ -172,12 +172,16 @@ def test_the_bytes_of_each_choice_are_printed() -> None:
 
 
 def decided(
-    monkeypatch: pytest.MonkeyPatch, text: str, capacity: int, others_agree: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    capacity: int,
+    others_agree: bool = True,
+    iteration: int = 0,
 ) -> tuple[Keeping, str]:
     """What `auto` chooses on a GPU with so many bytes."""
     args, config = given(f"{FULL} {text}")
     args.data_parallel_size = args.bp_clean_shards = 1
-    args.virtual_pipeline_model_parallel_size = None
+    args.virtual_pipeline_model_parallel_size, args.iteration = None, iteration
     args.main_params_dtype = args.exp_avg_dtype = args.exp_avg_sq_dtype = torch.float32
     layout = SimpleNamespace(
         plan=make_plan(PlanRequest(48, 8), 0), prune=True, position=torch.zeros(1)
@@ -193,7 +197,7 @@ def decided(
         fits *= others_agree
 
     monkeypatch.setattr(recompute.dist, "all_reduce", all_reduce)
-    model = torch.nn.Linear(8, 8)
+    model = torch.nn.Linear(1 << 14, 1 << 14, bias=False, device="meta")
     return recompute.decide(args, config, layout, model)  # type: ignore[arg-type]
 
 
@@ -205,6 +209,18 @@ def test_auto_keeps_if_every_rank_of_the_context_group_has_the_memory(
     keeping, text = decided(monkeypatch, "", capacity, others_agree)
     assert keeping.attention == (fits and others_agree)
     assert "needed to keep" in text
+
+
+def test_a_resumed_run_has_adams_moments_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would keep less than the run that it continues."""
+
+    def left(text: str, iteration: int) -> float:
+        _, line = decided(monkeypatch, text, 80 << 30, iteration=iteration)
+        return float(line.split(" needed to keep, ")[1].split(" GiB")[0])
+
+    moments = 8 * 2**28 / 2**30  # GiB
+    assert left("", 3) - left("", 0) == pytest.approx(moments, abs=0.02)  # printed with two digits
+    assert left("--no-load-optim", 3) == left("", 0)
 
 
 def test_auto_keeps_nothing_where_memory_cannot_be_estimated(
