@@ -164,7 +164,7 @@ def decide(
         try:
             free = free_bytes(args, config, model, device)
             text = f"  {_size(needed)} needed to keep, {_size(free)} of device memory left\n"
-        except ValueError as error:
+        except (ValueError, AttributeError) as error:  # a container need not have all arguments
             free = -1
             text = f"  memory is unknown, so nothing is kept without being asked for: {error}\n"
         fits = torch.tensor([needed <= free], device=device, dtype=torch.int32)
@@ -187,7 +187,7 @@ def free_bytes(
     parameters *= getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
     sharers = args.data_parallel_size * args.context_parallel_size
     moments = ADAM_BYTES * parameters // (sharers if args.use_distributed_optimizer else 1)
-    if args.iteration > 0 and not args.no_load_optim:
+    if getattr(args, "iteration", 0) > 0 and not args.no_load_optim:
         moments = 0  # of a resumed run: allocated already
     step = peak_memory(run_of(args, config, Recompute.FULL))
     activations = step.activations + step.gathered_kv + step.workspace + step.logits
