@@ -1,6 +1,8 @@
 """A kernel is chosen by name or by need, and a refusal says why; nothing falls back silently."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,3 +92,18 @@ def test_auto_has_an_order_of_its_own_for_sliding_windows() -> None:
 
 def test_a_deterministic_need_gives_a_deterministic_kernel() -> None:
     assert choose_kernel("dense", replace(NEED, deterministic=True)).deterministic
+
+
+def test_a_library_that_does_not_load_is_an_import_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when another cuDNN is loaded already: `auto` must go on to the next kernel."""
+    (tmp_path / "transformer_engine").mkdir()
+    broken = 'raise OSError("libcudnn_cnn.so.9: undefined symbol")\n'
+    (tmp_path / "transformer_engine/__init__.py").write_text(broken)
+    for name in [x for x in sys.modules if x.startswith("transformer_engine")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "megatron_bp.attention.kernels.te", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"needs Transformer Engine.*undefined symbol"):
+        load_kernel("te")

@@ -21,7 +21,7 @@ try:
         fused_attn_bwd,
         fused_attn_fwd,
     )
-except ImportError as error:
+except (ImportError, OSError) as error:  # OSError: a shared library that does not load
     raise ImportError(
         f"kernel='te' needs Transformer Engine: pip install 'megatron-bp[te]' ({error})."
     ) from error
