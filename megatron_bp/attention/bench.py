@@ -170,11 +170,16 @@ class Layer:
             return IntervalRun(kernel, scale, mask).forward(x.q, x.keys)
         assert isinstance(kernel, NativeKernel)
         todo = make_schedule(self.case.plan, False, kernel.caps.cut).forward
-        partial, queue = empty_partial(x.q, todo), queue_on(x.q.device)
+        partial, run = empty_partial(x.q, todo), self._run(kernel)
+        queue = queue_on(x.q.device, run.beside)
         for phase in Phase:
-            NativeRun(kernel, scale).forward(todo.steps[phase], x.q, x.keys, partial, queue)
+            run.forward(todo.steps[phase], x.q, x.keys, partial, queue)
         queue.drain()
         return partial
+
+    def _run(self, kernel: NativeKernel) -> NativeRun:
+        shape = self.case.shape
+        return NativeRun(kernel, shape.head_size**-0.5, beside=shape.window > 0)
 
     def backward(self, x: Inputs, partial: Partial) -> tuple[Tensor, Tensor, KeyValue]:
         """dq, packed clean-key gradients and own-key gradients."""
@@ -199,7 +204,7 @@ class Layer:
         clear_gaps((packed,), todo, KeySpace.CLEAN)
         clear_gaps(own, todo, KeySpace.OWN)
         for phase in reversed(Phase):
-            NativeRun(kernel, scale).backward(todo.steps[phase], x.dout, saved, grads)
+            self._run(kernel).backward(todo.steps[phase], x.dout, saved, grads)
         return dq, packed, own
 
 

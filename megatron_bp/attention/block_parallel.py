@@ -140,7 +140,8 @@ class _Call:
         return make_schedule(self.plan, self.options.corrupted_only, self.kernel.caps.cut)
 
     def native(self) -> NativeRun:
-        return NativeRun(cast(NativeKernel, self.kernel), self.options.softmax_scale)
+        kernel, beside = cast(NativeKernel, self.kernel), self.plan.request.window > 0
+        return NativeRun(kernel, self.options.softmax_scale, beside)
 
     def interval(self, device: torch.device) -> IntervalRun:
         mask = interval_mask(self.plan, self.first_row, device)
@@ -214,7 +215,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Partial, tupl
         partial = call.interval(q.device).forward(rows, (clean, own))
     else:
         todo, run = call.schedule.forward, call.native()
-        partial, queue = empty_partial(rows, todo), queue_on(q.device)
+        partial, queue = empty_partial(rows, todo), queue_on(q.device, run.beside)
         own = clean if corrupted else _own_keys(k, v, call, corrupted)
         for phase in Phase:
             gather.wait(phase)

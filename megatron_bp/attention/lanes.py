@@ -1,8 +1,10 @@
 """Runs launches on two side streams in turn, so that one fills what the other leaves idle.
 
-A launch ends with a partly filled wave and has passes before and after it that wait for memory: a
-few percent of the time at 64K tokens, a tenth under a window. What a launch leaves to do (merging,
-adding) runs on the caller's stream, in the order of the launches, so results keep their bits.
+A launch ends with a partly filled wave and has passes before and after it that wait for memory.
+Measured (docs/bench/attention.md): 2.5 percent of a layer under a window. Without one launches are
+long and the device is at its power limit: nothing is gained, and starting them costs the CPU more.
+What a launch leaves to do (merging, adding) runs on the caller's stream, in the order of the
+launches, so results keep their bits.
 Specified by tests/attention/test_lanes.py and test_gpu_lanes.py.
 """
 
@@ -16,7 +18,7 @@ import torch
 Finish = Callable[[], None]
 """What is left to do with a launch's results, on the caller's stream."""
 Launch = Callable[[], Finish]
-SHORT = range(2**17, 2**29)
+SHORT = range(2**17, 2**26)
 """Rows times keys of launches that run two at a time. Larger ones fill the device by themselves,
 and their buffers would be kept for a side stream; smaller ones end before the next is prepared."""
 
@@ -90,6 +92,6 @@ class Lanes:
         finish()
 
 
-def queue_on(device: torch.device) -> Queue:
-    """Two lanes on a GPU; elsewhere nothing runs beside anything."""
-    return Lanes(device) if device.type == "cuda" else InARow()
+def queue_on(device: torch.device, beside: bool) -> Queue:
+    """Two lanes on a GPU if launches shall run beside one another; else one after another."""
+    return Lanes(device) if beside and device.type == "cuda" else InARow()

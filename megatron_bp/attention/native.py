@@ -125,10 +125,11 @@ class _Problems:
 
 @dataclass(frozen=True)
 class NativeRun:
-    """Forward and backward of steps on one set of local rows."""
+    """Forward and backward of steps on one set of local rows; `beside`: short ones overlap."""
 
     kernel: NativeKernel
     scale: float
+    beside: bool = False
 
     def forward(
         self,
@@ -175,7 +176,7 @@ class NativeRun:
         grads: tuple[Tensor, Spaces],
     ) -> None:
         """Adds the steps' gradients to `grads` (dq, key spaces), in place."""
-        queue = queue_on(dout_TZNH.device)
+        queue = queue_on(dout_TZNH.device, self.beside)
         for step in _one_by_one(steps, saved[0]):
             small = _is_small(step, saved[0])
             if small:
@@ -283,9 +284,9 @@ def _is_small(step: Step, q_TZNH: Tensor) -> bool:
     from megatron_bp.attention import triton_small as small
 
     clean, own, far = _small_runs(step)
-    keys = sum(x.length for x in (*clean, *own, *far))
+    keys, end = (sum(x.length for x in runs) for runs in ((*clean, *own), far))
     one_each = max(len(clean), len(own), len(far)) <= 1 and _apart((step.rows, *own))
-    return one_each and small.fits(step.rows.length, keys, q_TZNH.shape[-1])
+    return one_each and small.fits(step.rows.length, keys, end, q_TZNH.shape[-1])
 
 
 def _runs_small(x: Tensor) -> bool:

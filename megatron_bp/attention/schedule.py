@@ -239,15 +239,11 @@ def _with_far_ends(
 
 
 def _backward_order(plan: RankPlan, launches: tuple[Launch, ...]) -> list[Launch]:
-    """Late slabs first. Under a window the launches that can store most gradients come first.
-
-    Else those of the last slab run largest first, so that shorter ones fill its last wave.
-    """
+    """Late slabs first. Under a window the launches that can store most gradients come first."""
 
     def key(launch: Launch) -> tuple[int, ...]:
         if not plan.request.window:
-            size = launch.num_problems * launch.num_rows * launch.num_keys
-            return -launch.slab, -size if launch.slab is Phase.EARLY else 0
+            return (-launch.slab,)
         return -launch.slab, _keys_overlap(launch), -launch.num_problems * launch.num_rows
 
     return sorted(launches, key=key)

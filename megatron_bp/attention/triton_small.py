@@ -21,6 +21,8 @@ from megatron_bp.attention.contract import Window
 
 MAX_TILE = 16384
 """Largest padded keys * head size of a problem: its dk and dv must fit in registers."""
+MAX_TILE_WITH_FAR = 8192
+"""The same with a far end: above it two kernels are faster than one that spills registers."""
 MAX_ROWS = 256
 TILE_ROWS = 64
 
@@ -46,10 +48,11 @@ class Keys(NamedTuple):
     own: tuple[Tensor, Tensor]
 
 
-def fits(num_rows: int, num_keys: int, head_size: int) -> bool:
-    """Whether problems of this shape are small enough."""
+def fits(num_rows: int, num_keys: int, num_far: int, head_size: int) -> bool:
+    """Whether problems of this shape, with `num_far` keys more at the far end, are small enough."""
+    num_keys += num_far
     tile = max(triton.next_power_of_2(num_keys), 16) * max(triton.next_power_of_2(head_size), 16)
-    return tile <= MAX_TILE and num_rows <= MAX_ROWS
+    return tile <= (MAX_TILE_WITH_FAR if num_far else MAX_TILE) and num_rows <= MAX_ROWS
 
 
 @triton.jit

@@ -31,7 +31,7 @@ def test_lanes_keep_every_bit(name: str, shape: str, monkeypatch: pytest.MonkeyP
     layer = Layer(Case(SHAPES[shape], 16384, 4, 1), Strategy.NATIVE, name, repeats)
     beside = [results(layer) for _ in range(5)]
     for module in (native, bench):
-        monkeypatch.setattr(module, "queue_on", lambda _: InARow())
+        monkeypatch.setattr(module, "queue_on", lambda *_: InARow())
     alone = results(layer)
     for run in beside:
         for got, want in zip(run[: None if repeats else 2], alone, strict=False):

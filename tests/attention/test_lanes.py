@@ -73,7 +73,7 @@ def test_a_large_launch_stays_on_the_callers_stream_and_keeps_the_order(log: lis
 
 def test_without_a_gpu_every_launch_is_finished_at_once() -> None:
     found: list[str] = []
-    queue = queue_on(torch.device("cpu"))
+    queue = queue_on(torch.device("cpu"), True)
     assert isinstance(queue, InARow)
     for name in "12":
         start(queue, found, name)

@@ -22,7 +22,7 @@ try:
     from flash_attn.cute import utils
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
-except ImportError as error:
+except (ImportError, OSError) as error:  # OSError: a shared library that does not load
     raise ImportError(
         f"kernel='flash4' needs FlashAttention 4: pip install 'megatron-bp[fa4]' ({error})."
     ) from error
@@ -88,7 +88,7 @@ class Flash4Kernel:
         min_arch=90,
         max_arch=99,
         writes=True,
-        cut=Cut.CHUNK,
+        cut=Cut.CHUNKS,
     )
 
     def forward(
