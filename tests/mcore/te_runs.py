@@ -138,4 +138,5 @@ def _jobs(rank: int, num_ranks: int, folder: str, stand_in: bool) -> None:
     for name in ("stock", "ours", "diffusion"):
         next_token(f"stock from {name}", loaded(f"{name}.ckpt"), launched)
         next_token(f"ours from {name}", [*SPEC, *loaded(f"{name}.ckpt")], launched)
-        diffusion(f"diffusion from {name}", loaded(f"{name}.ckpt"))
+        if name != "diffusion":
+            diffusion(f"diffusion from {name}", loaded(f"{name}.ckpt"))

@@ -62,8 +62,8 @@ class Step:
 def reference_step(rank: int, num_ranks: int, length: int) -> Answer:
     """The answer by plain formulas and a dense mask in fp64, on the CPU."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    hidden: Any = sys.modules  # the reference has nothing of Transformer Engine in it
-    hidden["transformer_engine"] = None
+    known: Any = sys.modules  # the reference has nothing of Transformer Engine in it
+    known.setdefault("transformer_engine", None)
     from megatron_bp.mcore import cpu
 
     cpu.enable_cpu()
@@ -105,6 +105,12 @@ def run_steps(rank: int, num_ranks: int, steps: list[Step], stand_in: bool) -> l
             answers.append(f"{type(error).__name__}: {error}")
         print("TE_STEP", step, f"{time.perf_counter() - begin:.1f} s", flush=True)
     return answers
+
+
+def step_and_reference(rank: int, num_ranks: int, step: Step) -> tuple[Answer | str, Answer]:
+    """The answers of the production path over the stand-in, and by plain formulas."""
+    (answer,) = run_steps(rank, num_ranks, [step], True)
+    return answer, reference_step(rank, num_ranks, step.length)
 
 
 def differences(got: Answer, wanted: Answer) -> dict[str, float]:
