@@ -106,7 +106,6 @@ def speedup_lines() -> list[Line]:
             replace(nemotron("14b", K256), block_size=512),
             near,
         ),
-        ("DiffusionGemma, 64K", "diffusiongemma 64K", diffusion_gemma(K64), gemma),
         ("DiffusionGemma, 256K", "diffusiongemma 256K", diffusion_gemma(K256), ""),
         (
             "DiffusionGemma, other block sizes",
@@ -115,7 +114,6 @@ def speedup_lines() -> list[Line]:
             "",
         ),
         ("DiffusionGemma, 512K, P 16", "diffusiongemma 512K", diffusion_gemma(K512, 16), gemma),
-        ("Qwen conversion, 64K", "qwen 64K", qwen(K64), ""),
         ("Qwen conversion, 256K, lowest", "qwen 256K lowest", qwen(K256), ""),
         ("Qwen conversion, 256K, highest", "qwen 256K", qwen(K256), ""),
     ]

@@ -32,7 +32,6 @@ PAPER = "arXiv 2609.19242 (https://arxiv.org/abs/2609.19242)"
 ABSTRACT = f"abstract of {PAPER}"
 READ = f"{PAPER}, as the project had noted it"
 NOTES = f"{PAPER}, second hand: public reading notes of September 2026"
-PAGE = "captions of https://scalingintelligence.stanford.edu/Turbo-dLLM/, from a search excerpt"
 
 # What their kernels do on an H200: FlashAttention 4's mask form with exact block lists (D 128,
 # windows), FlexAttention forward at D 256, as measured with unmodified packages (docs/plan.md).
@@ -73,8 +72,6 @@ NUMBERS = MappingProxyType(
         "diffusiongemma 256K": Number(1.45, f"{ABSTRACT}; model from {NOTES}"),
         "qwen 256K lowest": Number(1.27, ABSTRACT),
         "qwen 256K": Number(1.33, f"{ABSTRACT}; model from {NOTES}"),
-        "qwen 64K": Number(1.26, PAGE),
-        "diffusiongemma 64K": Number(1.25, PAGE),
         "diffusiongemma 512K": Number(1.61, f"{ABSTRACT}; model from {NOTES}"),
         "nemotron-14b by block": Number(1.145, f"{NOTES}: 1.14 to 1.15, blocks 128 to 1024"),
         "diffusiongemma by block": Number(1.385, f"{NOTES}: 1.33 to 1.44, blocks 128 to 1024"),
