@@ -36,12 +36,12 @@ def test_every_kind_of_layout_trains_them() -> None:
     found = cases(["documents2", "documents4"], torch.float64)
     layouts = {layout for _, _, layout in found}
     assert {(x.context, x.block) for x in layouts} == {
-        (2, 2), (4, 4), (1, 2), (1, 4), (2, 4), (2, 1), (4, 1)
+        (2, 2), (4, 4), (1, 2), (1, 4), (2, 4), (2, 1)
     }  # fmt: skip
     for axis, value in (("tensor", 2), ("pipeline", 2), ("data", 2), ("recompute", "full")):
         assert any(getattr(layout, axis) == value for layout in layouts), axis
     assert any(layout.sequence_parallel for layout in layouts)
-    assert len(found) == len(OTHERS["documents2"]) + len(OTHERS["documents4"]) == 60
+    assert len(found) == len(OTHERS["documents2"]) + len(OTHERS["documents4"]) == 55
 
 
 @pytest.mark.parametrize("objective", ["standard", "fast_dllm_v2"])
