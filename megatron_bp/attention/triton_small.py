@@ -41,6 +41,9 @@ class Problems(NamedTuple):
     window: Window
 
 
+Pair = tuple[Tensor, Tensor]
+
+
 class Keys(NamedTuple):
     """Keys and values (or their gradients) of the clean and own buffers, each [S, Z, M, H]."""
 
@@ -280,7 +283,7 @@ def backward_into(
     scale: float,
     grads: tuple[Tensor, Keys],
     store: Stores,
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+) -> tuple[Pair, Pair]:
     """Adds to dq and to the key gradients of the first two runs.
 
     Returns dk and dv, each [X, K, Z, M, H], of the runs that were not added: the clean run if not
@@ -291,13 +294,8 @@ def backward_into(
     dq, into = grads
     clean = keys.clean[0]
 
-    def apart(length: int) -> tuple[Tensor, Tensor]:
-        shape = (problems * length, samples, clean.shape[2], size)
-        dk, dv = (torch.empty(shape, dtype=clean.dtype, device=clean.device) for _ in range(2))
-        return dk, dv
-
-    first = into.clean if store.direct else apart(todo.lengths[0])
-    far = apart(todo.lengths[2])
+    first = into.clean if store.direct else _apart(clean, problems, samples, todo.lengths[0])
+    far = _apart(clean, problems, samples, todo.lengths[2])
     tiles = _tiles(todo, size)
     _backward_kernel[(problems * samples, clean.shape[2])](
         todo.starts,
@@ -333,10 +331,18 @@ def backward_into(
         num_warps=4 if tiles["KEYS"] * tiles["SIZE"] <= 8192 else 8,
         num_stages=1,  # two turns of the row loop or so: room for more programs instead
     )
-    apart_first = apart(0) if store.direct else first
+    if store.direct:
+        first = _apart(clean, problems, samples, 0)
+    return _by_problem(first, problems), _by_problem(far, problems)
 
-    def by_problem(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        dk, dv = (x.view(problems, len(x) // problems, *x.shape[1:]) for x in pair)
-        return dk, dv
 
-    return by_problem(apart_first), by_problem(far)
+def _apart(like: Tensor, problems: int, samples: int, length: int) -> Pair:
+    """Two new tensors [X * length, Z, M, H]."""
+    shape = (problems * length, samples, *like.shape[2:])
+    first, second = (torch.empty(shape, dtype=like.dtype, device=like.device) for _ in range(2))
+    return first, second
+
+
+def _by_problem(pair: Pair, problems: int) -> Pair:
+    first, second = (x.view(problems, len(x) // problems, *x.shape[1:]) for x in pair)
+    return first, second

@@ -131,6 +131,15 @@ def check_all(device: str, dtype: torch.dtype, tolerance: float) -> None:
             check(case, store, direct, device, dtype, tolerance)
 
 
+def test_a_far_end_goes_along_only_while_everything_stays_in_registers() -> None:
+    """Measured at head size 128 (docs/bench/attention.md): two kernels beat one that spills."""
+    assert small.fits(32, 64, 0, 128)
+    assert not small.fits(32, 64, 31, 128)
+    assert small.fits(32, 64, 31, 64)
+    assert small.fits(32, 64, 0, 256)
+    assert not small.fits(small.MAX_ROWS + 1, 64, 0, 64)
+
+
 def test_small_problems_equal_the_dense_kernel_in_the_interpreter() -> None:
     root = Path(__file__).parents[2]
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
