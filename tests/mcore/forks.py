@@ -7,6 +7,7 @@ is: what it leaves behind (writers of checkpoints) ends with `kill`. Knows nothi
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -176,6 +177,8 @@ def _be_rank(
     except BaseException:
         traceback.print_exc()
     finally:
+        if code:
+            atexit._run_exitfuncs()  # what the end of a process does, which a fork skips
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -78,6 +78,35 @@ def test_a_rank_without_its_writer_ends_instead_of_waiting(
     assert "start the job again" in text
 
 
+def _fail(rank: int) -> None:
+    """In the third step, after the save of the second."""
+    from megatron_bp.mcore.forward_step import DiffusionForwardStep
+
+    call, count = DiffusionForwardStep.__call__, [0]
+
+    def counted(self: Any, *args: Any) -> Any:
+        count[0] += 1
+        if count[0] == 5:
+            raise RuntimeError("a failure of training")
+        return call(self, *args)
+
+    DiffusionForwardStep.__call__ = counted  # type: ignore[method-assign]
+
+
+def _failed(folder: Path) -> tuple[list[int], str]:
+    given = f"--train-iters 8 --eval-iters 0 {ASYNC} --exit-signal-handler --save-interval 2"
+    job = fork_job(1, flags(f"{given} --save {folder}/run"), folder / "log", _fail)
+    return job.wait(timeout=60.0), job.log.read_text()
+
+
+def test_a_failed_rank_ends_although_its_writer_ignores_sigterm(
+    tmp_path: Path, megatron: Megatron
+) -> None:
+    ends, text = megatron.call(_failed, tmp_path)
+    assert ends == [1], text[-3000:]
+    assert "a failure of training" in text
+
+
 def test_the_writer_gets_tensors_of_its_own() -> None:
     trained = torch.ones(3)
     ((_, key, (written, tensors)),) = copy_tensors([("file", "key", ([b"x"], [("item", trained)]))])
