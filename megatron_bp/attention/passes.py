@@ -1,6 +1,7 @@
 """The small passes around a kernel: merge by log-sum-exp, and adding gradients to their rows.
 
-On CUDA each is one Triton kernel (triton_passes.py); elsewhere plain torch says what it computes.
+On CUDA each is one Triton kernel (triton_passes.py), but for fp64; elsewhere plain torch says what
+it computes.
 Everything is computed in fp32 (fp64 for fp64) and written in the dtype of its target.
 Letters: X problems, Q rows of a problem, Z samples, M key/value heads, G query heads a key/value
 head, H head size, T and S target rows. Specified by tests/attention/test_passes.py.
@@ -58,7 +59,7 @@ def merge_rows(
     out_TZNH: Tensor, lse_TZN: Tensor, runs: Runs, part_XQZMGH: Tensor, lse_XQZMG: Tensor
 ) -> None:
     """Merges a launch's result into its rows, in place; a storing launch overwrites them."""
-    if out_TZNH.is_cuda:
+    if _has_kernels(out_TZNH):
         from megatron_bp.attention import triton_passes
 
         starts = starts_on(runs, out_TZNH.device)
@@ -81,8 +82,8 @@ def add_rows(
     Up to two targets of one layout (keys and values) share a pass. Overlapping runs are added in a
     fixed order, so the result is deterministic.
     """
-    device = targets_SZMW[0].device
-    if device.type == "cuda":
+    if _has_kernels(targets_SZMW[0]):
+        device = targets_SZMW[0].device
         from megatron_bp.attention import triton_passes
 
         if runs.step and runs.length <= MOST_COVER * runs.step:
@@ -97,4 +98,17 @@ def add_rows(
         if runs.store:
             _write_rows(target, runs, value)
         else:
-            target.index_add_(0, rows_on(runs, device), value.flatten(0, 1).to(target.dtype))
+            add_by_rounds(target, runs, value)
+
+
+def add_by_rounds(target: Tensor, runs: Runs, value: Tensor) -> None:
+    """Adds [X, Q, ...] to its rows; within a round no row occurs twice, so the order is fixed."""
+    device = target.device
+    rows = rows_on(runs, device).view(runs.num_problems, runs.length)
+    for members in rounds_on(runs, device):
+        target[rows[members].flatten()] += value[members].flatten(0, 1).to(target.dtype)
+
+
+def _has_kernels(target: Tensor) -> bool:
+    """The kernels compute in fp32; fp64 on CUDA is for checks only."""
+    return target.is_cuda and target.dtype != torch.float64
