@@ -169,24 +169,8 @@ def write_import(
     to the manifest, `edit` changes the copied assets and returns more fields.
     """
     shape, layout = model.shape, request.layout
-    if layout is Layout.HOMOGENEOUS and not model.family.stackable:
-        raise ValueError(
-            f"layout=homogeneous stacks equal layers, but those of {model.family.name} differ; "
-            f"use --layout per_layer"
-        )
-    places = plan_chunks(model.links, source, layout, request.dtype, shape.num_layers)
     partial = partial_path(request.target)
-    work = ImportWork(
-        source=source,
-        hashes=(*model.source.files, *asset_files(request.source)),
-        files=plan_files(list(places)),
-        places=places,
-        shards=plan_shards(model.passed, SHARD_BYTES),
-        checkpoint=partial / RELEASE_NAME,
-        kept=partial / ASSETS_NAME / PASS_THROUGH_NAME,
-        check_finite=request.check_finite,
-        scratch=Scratch(),
-    )
+    work = _plan_work(request, model, source, partial)
     need = sum(x.num_bytes for x in work.files) + sum(x.num_bytes for x in work.shards)
     same = fingerprint(
         {
@@ -201,7 +185,7 @@ def write_import(
         work.kept.mkdir(parents=True, exist_ok=True)
         results = run_journaled(work, request.workers, progress, partial, "converting")
         spans = results[len(work.hashes) :][: len(work.files)]
-        dtype = next(iter(places)).info.dtype
+        dtype = next(iter(work.places)).info.dtype
         state = common_state(shape, bdlm, layout, dtype)
         objects = dict.fromkeys(extra_state_keys(model.family, shape, layout))
         finish_checkpoint(work.checkpoint, work.files, spans, {**objects, COMMON_STATE: state})
@@ -224,6 +208,30 @@ def write_import(
                 "not_copied": left,
             },
         )
+
+
+def _plan_work(
+    request: ImportRequest, model: HfModel, source: TensorSource, partial: Path
+) -> ImportWork:
+    """Returns the jobs. Raises: ValueError for a layout that the family's layers do not have."""
+    shape, layout = model.shape, request.layout
+    if layout is Layout.HOMOGENEOUS and not model.family.stackable:
+        raise ValueError(
+            f"layout=homogeneous stacks equal layers, but those of {model.family.name} differ; "
+            f"use --layout per_layer"
+        )
+    places = plan_chunks(model.links, source, layout, request.dtype, shape.num_layers)
+    return ImportWork(
+        source=source,
+        hashes=(*model.source.files, *asset_files(request.source)),
+        files=plan_files(list(places)),
+        places=places,
+        shards=plan_shards(model.passed, SHARD_BYTES),
+        checkpoint=partial / RELEASE_NAME,
+        kept=partial / ASSETS_NAME / PASS_THROUGH_NAME,
+        check_finite=request.check_finite,
+        scratch=Scratch(),
+    )
 
 
 def _stamp(file: Path) -> tuple[int, int]:
