@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Turns Qwen3-8B into a block-diffusion model (Fast-dLLM v2's objective), step by step.
+# Turns Qwen3-8B into a block-diffusion model (SDAR's objective), step by step.
 #   examples/qwen3_to_bdlm.sh convert|preprocess|train|export [--dry-run]
 # convert, preprocess and export run once on one machine and need no GPU; train runs on every node
 # (or GPU) and goes on after a restart. On a file system that all nodes see:
@@ -24,7 +24,7 @@ shape=( # what the conversion writes to $WORK/bdlm/megatron_flags.sh
   --make-vocab-size-divisible-by 128 --padded-vocab-size 151936
 )
 training=(
-  --bdlm-objective fast_dllm_v2 --block-size 32 --mask-token-id 151669
+  --bdlm-objective sdar --block-size 32 --mask-token-id 151669
   --data-path "$WORK/text" --split 99,1,0 --data-cache-path "$WORK/index"
   --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$WORK/bdlm/hf"
   --seq-length 32768 --micro-batch-size 1 --global-batch-size 64 --train-iters 2500
@@ -46,7 +46,7 @@ case $step in
   convert)
     run mkdir -p "$WORK"
     run python tools/convert_checkpoint.py ar2bdlm "$MODEL" "$WORK/bdlm" \
-      --objective fast_dllm_v2 --block-size 32 --workers "$WORKERS"
+      --objective sdar --block-size 32 --workers "$WORKERS"
     ;;
   preprocess)
     run python tools/preprocess.py "$WORK/text" "$TEXT" --tokenizer "$WORK/bdlm/hf" \
@@ -55,7 +55,7 @@ case $step in
   train) launch "${shape[@]}" "${training[@]}" "${restarting[@]}" ;;
   export)
     run python tools/convert_checkpoint.py mcore2hf "$WORK/run" "$WORK/trained" \
-      --hf-assets "$WORK/bdlm/hf" --serve-as fast_dllm_v2 --workers "$WORKERS"
+      --hf-assets "$WORK/bdlm/hf" --serve-as sdar --workers "$WORKERS"
     ;;
   *) echo "$step is no step; use convert, preprocess, train or export" >&2 && exit 2 ;;
 esac

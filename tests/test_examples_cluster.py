@@ -176,7 +176,7 @@ def test_the_flags_of_the_models_are_those_that_a_conversion_writes(tmp_path: Pa
         "rope_theta": 1000000,
         "tie_word_embeddings": False,
     }
-    settings = BdlmSettings("fast_dllm_v2", 32, "preset", "", 151669)
+    settings = BdlmSettings("sdar", 32, "preset", "", 151669)
     _, flags = Started(tmp_path, ["examples/qwen3_to_bdlm.sh", "train", "--dry-run"]).planned()
     assert_written(flags, megatron_flags(QWEN3.read_shape(config), settings, torch.bfloat16))
 
