@@ -187,6 +187,8 @@ def test_full_layers_of_gemma_have_their_own_heads_in_either_spelling():
     old = {key: value for key, value in config.items() if key != "per_layer_config"}
     old |= {"global_head_dim": 16, "num_global_key_value_heads": 1}
     assert read_model(old)[1] == new
+    padded = {f"{int(layer):02d}": heads for layer, heads in config["per_layer_config"].items()}
+    assert read_model(config | {"per_layer_config": padded})[1] == new
     assert isinstance(new, GemmaShape)
     assert [new.heads(layer) for layer in range(3)] == [(8, 2), (16, 1), (16, 1)]
 

@@ -144,13 +144,14 @@ def _full_heads(
     own = text.get("per_layer_config")
     if own:
         layers = [number for number, kind in enumerate(types) if kind == FULL]
+        own = {int(layer): heads for layer, heads in own.items()}  # transformers pads: "05"
         found = {
             (
-                own[str(layer)].get("head_dim", base.head_size),
-                own[str(layer)].get("num_key_value_heads", base.num_groups),
+                own[layer].get("head_dim", base.head_size),
+                own[layer].get("num_key_value_heads", base.num_groups),
             )
             for layer in layers
-            if str(layer) in own
+            if layer in own
         }
         if len(found) != 1 or len(own) != len(layers):
             raise ValueError(
