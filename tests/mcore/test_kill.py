@@ -183,7 +183,10 @@ def live(folder: Path, name: str) -> list[str]:
 
         job = fork_job(num_ranks, flags(f"{given} {life.flags}"), folder / str(number), death)
         ends = job.wait()
-        assert set(ends) == {life.ends}, f"{life.name}: {ends}\n{job.log.read_text()[-6000:]}"
+        # A rank may see that its peer is gone, and end by that, before the signal reaches it.
+        known = {life.ends, 1} if num_ranks > 1 else {life.ends}
+        wrong = life.ends not in ends or not known.issuperset(ends)
+        assert not wrong, f"{life.name}: {ends}\n{job.log.read_text()[-6000:]}"
         tracker = run / TRACKER
         found.append(tracker.read_text() if tracker.exists() else "none")
         if found[-1].isdecimal():
