@@ -13,11 +13,7 @@ export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PY
 steps=${STEPS:-50} length=64
 convert() { python tools/convert_checkpoint.py "$@"; }
 
-say() { printf '\n== %s (%d s)\n' "$*" $SECONDS; }
-once() { # NAME COMMAND...
-  [ -e "$out/.done-$1" ] && { echo "   reusing $1"; return; }
-  "${@:2}" && touch "$out/.done-$1"
-}
+. tools/steps.sh
 
 say "1/6 SmolLM2-135M-Instruct, and the same as a block-diffusion model for Megatron"
 model=${2:-$out/smollm2}

@@ -12,11 +12,7 @@ mkdir -p "$out"
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore
 steps=${STEPS:-12} length=256
 
-say() { printf '\n== %s (%d s)\n' "$*" $SECONDS; }
-once() { # NAME COMMAND...
-  [ -e "$out/.done-$1" ] && { echo "   reusing $1"; return; }
-  "${@:2}" && touch "$out/.done-$1"
-}
+. tools/steps.sh
 
 say "1/6 SmolLM2-135M-Instruct, and the same as a block-diffusion model for Megatron"
 model=${2:-$out/smollm2}

