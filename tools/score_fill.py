@@ -151,10 +151,10 @@ def is_valid(prompt: str, written: str) -> bool:
     return bool(lines.strip()) and is_python(prompt + lines)
 
 
-def pick(texts: Sequence[str], number: int, seed: int) -> list[str]:
-    """At most `number` of the texts, drawn without regard to anything but the seed."""
+def shuffled(texts: Sequence[str], seed: int) -> list[str]:
+    """The texts in an order that the seed and their number decide."""
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed))
-    return [texts[index] for index in order[:number].tolist()]
+    return [texts[index] for index in order.tolist()]
 
 
 def restored_functions(
@@ -163,9 +163,8 @@ def restored_functions(
     """(functions that are Python after their masked tokens were sampled, functions)."""
     first = int(rules.logit_alignment == "shifted")
     how = Sampling(args.steps or rules.block_size, len(tokenizer), args.threshold)
-    whole = pick([text for source in sources for text in functions(source)], 10**9, args.seed)
     valid = number = 0
-    for text in whole:
+    for text in shuffled([text for source in sources for text in functions(source)], args.seed):
         tokens = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
         # A function nested in strings or decorators may not stand alone: then it says nothing.
         if len(tokens) not in RESTORED_TOKENS or not is_python(text):
@@ -192,7 +191,7 @@ def score(directory: Path, args: argparse.Namespace) -> Score:
     texts = [encode(source)[: args.length] for source in sources]
     texts = [text for text in texts if len(text) == args.length][: args.max_files]
     prompts = [header for source in sources for header in headers(source)]
-    prompts = pick(prompts, args.snippets, args.seed)
+    prompts = shuffled(prompts, args.seed)[: args.snippets]
     if not texts or not prompts:
         raise ValueError(
             f"{len(paths)} files: {len(texts)} of {args.length} tokens or more, and "
