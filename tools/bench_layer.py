@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron_bp.attention.bench import SHAPES, Shape, versions
 from megatron_bp.attention.block_parallel import GradWire
 from megatron_bp.mcore.layer_bench import WAYS, LayerCase, make_groups, measure
+from megatron_bp.mcore.step_waits import shares
 
 TINY = Shape(4, 2, 8, block_size=8)
 
@@ -48,13 +49,12 @@ def line(row: dict[str, Any]) -> str:
     name = f"{row['way']}/{row['kernel']}/{row['wire']}"
     if "failed" in row:
         return f"{name:30} {row['length']:>8} failed: {row['failed']}"
-    exposed = max(r["exposed_share"] for r in row["ranks"])
     sent = [r["sent_bytes"]["attention"] for r in row["ranks"]]
     expected = [r["expected_bytes"] for r in row["ranks"]]
     agree = "as counted" if sent == expected else f"counted {expected}"
     return (
         f"{name:30} {row['length']:>8} fwd {row['forward_ms']:8.2f} bwd {row['backward_ms']:8.2f} "
-        f"both {row['both_ms']:8.2f} ms {row['tflops']:6.0f} TF/s exposed {100 * exposed:5.2f} % "
+        f"both {row['both_ms']:8.2f} ms {row['tflops']:6.0f} TF/s {shares(row['ranks'])} "
         f"bytes {sent} {agree}"
     )
 

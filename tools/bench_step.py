@@ -19,6 +19,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,7 @@ def main(argv: list[str]) -> None:
         clock = step_bench.Clock(args.warmups, repeats, args.profile)
         fastest: dict[str, float] = {}
         for case in cases_at(args.case, length):
+            begin = time.monotonic()
             try:
                 with contextlib.redirect_stdout(sys.stderr):  # Megatron prints a lot
                     measured = step_bench.run_case(job, case, clock)
@@ -119,6 +121,7 @@ def main(argv: list[str]) -> None:
                 traceback.print_exc()
                 message = f"{type(error).__name__}: {str(error)[:300]}"
                 rows.append({"case": case.name, "length": length, "failed": message})
+            rows[-1]["case_s"] = round(time.monotonic() - begin, 1)  # with building and profile
             if {args.baseline, case.name} <= set(fastest):
                 rows[-1]["speedup"] = fastest[case.name] / fastest[args.baseline]
             if rank == 0:

@@ -34,6 +34,7 @@ from megatron_bp.layout.exchange import Copy, Slab, SlabExchange
 from megatron_bp.layout.owners import Ownership
 from megatron_bp.layout.plan import PlanRequest, RankPlan, make_plan
 from megatron_bp.mcore.step_trace import ATTENTION, Split, split_of
+from megatron_bp.mcore.step_waits import rows_of
 
 Run = Callable[[], object]
 
@@ -204,16 +205,17 @@ def measure(
     both = _median_ms(run.both, device, repeats)
     split = profiled(run.both, device)
     expected = case.traffic(groups.rank, dtype)
-    mine = {
-        **split.as_dict(),
+    counted = {
         "pairs": run.plan.visibility.num_pairs,
         "exposed_share": split.exposed_ms.get(ATTENTION, 0.0) / max(split.wall_ms, 1e-9),
         "expected_bytes": expected.gather_bytes + expected.reduce_bytes,
     }
-    ranks: list[Any] = [mine]
+    everyone: list[Any] = [(split, counted)]
     if dist.get_world_size() > 1:
-        ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (split, counted))
+    profiles = rows_of([of_rank for of_rank, _ in everyone])
+    ranks = [{**row, **of_rank} for row, (_, of_rank) in zip(profiles, everyone, strict=True)]
     work = 4 * case.shape.heads * case.shape.head_size * max(r["pairs"] for r in ranks) / 1e9
     return {
         **asdict(case),

@@ -35,6 +35,7 @@ from megatron_bp.mcore.dataset import CorruptionRules, Sample
 from megatron_bp.mcore.forward_step import DiffusionForwardStep
 from megatron_bp.mcore.step_cases import RECIPES, Case, Job
 from megatron_bp.mcore.step_trace import Split, split_of
+from megatron_bp.mcore.step_waits import rows_of, shares
 from megatron_bp.objectives.objective import Objective, Views
 
 
@@ -292,6 +293,7 @@ def summary(job: Job, case: Case, measured: Measured, peak_tflops: float) -> dic
     work = needed_flops(job.run(replace(case, recipe="ours"), measured.target_share))
     tflops = work / dist.get_world_size() / step_ms / 1e9
     last = next(m for m in everyone if m.losses[0] == m.losses[0])
+    profiles = [rows_of(ranks) for ranks in zip(*(m.splits for m in everyone), strict=True)]
     return {
         "case": case.name,
         "shape": job.shape.name,
@@ -311,7 +313,7 @@ def summary(job: Job, case: Case, measured: Measured, peak_tflops: float) -> dic
         "losses": last.losses,
         "grad_norms": measured.grad_norms,
         "target_share": measured.target_share,
-        "ranks": [[split.as_dict() for split in m.splits] for m in everyone],
+        "ranks": [[rows[rank] for rows in profiles] for rank in range(len(everyone))],
     }
 
 
@@ -322,9 +324,10 @@ def line(row: dict[str, Any]) -> str:
     split = row["ranks"][0][0] if row["ranks"][0] else {}
     parts = {**split.get("computing_ms", {}), "idle": split.get("idle_ms", 0.0)}
     parts |= {f"exposed {k}": v for k, v in split.get("exposed_ms", {}).items()}
+    exposed = shares([rank[0] for rank in row["ranks"]]) if split else "not profiled"
     faster = row.get("speedup", float("nan"))
     return (f"{row['case']:24} {row['length']:>8} {row['step_ms']:>10.1f} ms {faster:>6.3f}x "
             f"{row['tokens_per_s']:>9.0f} tok/s {row['useful_tflops_per_gpu']:>7.1f} TF/s "
             f"{100 * row['mfu']:>5.1f} % {row['peak_gib']:>7.2f} GiB  loss {row['losses'][0]:.6f} "
             f"norm {row['grad_norms'][0]:.6f}  "
-            + ", ".join(f"{k} {v:.0f}" for k, v in parts.items()))  # fmt: skip
+            + ", ".join(f"{k} {v:.0f}" for k, v in parts.items()) + f"; {exposed}")  # fmt: skip

@@ -34,13 +34,17 @@ class Message:
     """One collective as NCCL recorded it.
 
     `sent_bytes` counts as layout/cost.py: an all-gather sends its input to n - 1 peers, a
-    reduce-scatter n - 1 outputs. 0 if the trace does not say.
+    reduce-scatter n - 1 outputs. 0 if the trace does not say. `group` names the ranks that take
+    part. It ran during `span` (microseconds of this rank's clock), of which nothing computed, and
+    no earlier message ran, during `alone`.
     """
 
     name: str
     part: str
     sent_bytes: int
-    duration_us: float
+    group: str
+    span: Span
+    alone: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
@@ -87,25 +91,23 @@ def split_of(trace: Mapping[str, Any]) -> Split:
         zero = dict.fromkeys(COMPUTING, 0.0)
         return Split(0.0, zero, {}, {}, 0.0, ())
     computing: dict[str, float] = dict.fromkeys(COMPUTING, 0.0)
-    wires: list[tuple[Span, str]] = []
-    messages = []
+    wires: list[tuple[Mapping[str, Any], str]] = []
     busy: list[Span] = []
     for event in kernels:
         span = _span(event)
         part = part_of.get(event.get("args", {}).get("correlation"), OTHER)
         if WIRE.match(event["name"]):
-            wires.append((span, part))
-            messages.append(_message(event, part))
+            wires.append((event, part if part == ATTENTION else OTHER))
             continue
         reach = busy[-1][1] if busy else span[0]
         computing[_kernel_part(event["name"], part)] += max(span[1] - max(span[0], reach), 0.0)
         _extend(busy, span)
-    exposed, everything = _wire_times(wires, busy)
+    messages = _messages(wires, busy)
+    exposed, everything = _wire_times(messages)
     wall = max(_span(e)[1] for e in kernels) - _span(kernels[0])[0]
     idle = wall - sum(computing.values()) - sum(exposed.values())
     return Split(
-        wall / 1e3, _in_ms(computing), _in_ms(exposed), _in_ms(everything), idle / 1e3,
-        tuple(messages),
+        wall / 1e3, _in_ms(computing), _in_ms(exposed), _in_ms(everything), idle / 1e3, messages
     )  # fmt: skip
 
 
@@ -170,40 +172,56 @@ def _innermost(
     return found
 
 
-def _wire_times(
-    wires: Iterable[tuple[Span, str]], busy: Sequence[Span]
-) -> tuple[dict[str, float], dict[str, float]]:
+def _messages(
+    wires: Iterable[tuple[Mapping[str, Any], str]], busy: Sequence[Span]
+) -> tuple[Message, ...]:
+    """The messages in the order in which they started; overlapping ones are alone once."""
+    starts, reach, found = [lo for lo, _ in busy], float("-inf"), []
+    for event, part in wires:
+        lo, hi = _span(event)
+        alone = _uncovered(max(lo, reach), hi, busy, starts)
+        reach = max(reach, hi)
+        args = event.get("args", {})
+        group = f"{args.get('Process Group Name', '')} {args.get('Process Group Ranks', '')}"
+        name = str(args.get("Collective name", "")).lower()
+        found.append(
+            Message(name or event["name"], part, _sent_bytes(name, args), group, (lo, hi), alone)
+        )
+    return tuple(found)
+
+
+def _wire_times(messages: Iterable[Message]) -> tuple[dict[str, float], dict[str, float]]:
     """Exposed and whole communication time by part; overlapping messages count once."""
     exposed: dict[str, float] = {ATTENTION: 0.0, OTHER: 0.0}
     everything, reach = dict(exposed), float("-inf")
-    starts = [lo for lo, _ in busy]
-    for (lo, hi), part in wires:
-        part = part if part == ATTENTION else OTHER
-        lo = max(lo, reach)
-        if hi <= lo:
-            continue
-        reach = hi
-        everything[part] += hi - lo
-        exposed[part] += hi - lo - _covered(lo, hi, busy, starts)
+    for message in messages:
+        lo, hi = message.span
+        everything[message.part] += max(hi - max(lo, reach), 0.0)
+        reach = max(reach, hi)
+        exposed[message.part] += sum(end - start for start, end in message.alone)
     return exposed, everything
 
 
-def _covered(lo: float, hi: float, busy: Sequence[Span], starts: Sequence[float]) -> float:
-    at, total = max(bisect_right(starts, lo) - 1, 0), 0.0
-    while at < len(busy) and busy[at][0] < hi:
-        total += max(min(busy[at][1], hi) - max(busy[at][0], lo), 0.0)
-        at += 1
-    return total
+def _uncovered(
+    lo: float, hi: float, busy: Sequence[Span], starts: Sequence[float]
+) -> tuple[Span, ...]:
+    """What is left of [lo, hi) without the disjoint spans `busy`."""
+    found = []
+    for start, end in busy[max(bisect_right(starts, lo) - 1, 0) :]:
+        if start >= hi:
+            break
+        if start > lo:
+            found.append((lo, start))
+        lo = max(lo, end)
+    return (*found, (lo, hi)) if lo < hi else tuple(found)
 
 
 _BYTES = {"BFloat16": 2, "Half": 2, "Float": 4, "Double": 8, "Long": 8, "Int": 4, "Byte": 1}
 
 
-def _message(event: Mapping[str, Any], part: str) -> Message:
-    args = event.get("args", {})
+def _sent_bytes(name: str, args: Mapping[str, Any]) -> int:
     size = int(args.get("Group size", 0))
     width = _BYTES.get(str(args.get("dtype", "")), 0)
-    name = str(args.get("Collective name", "")).lower()
     elements = 0
     if "allgather" in name:
         elements = int(args.get("In msg nelems", 0)) * (size - 1)
@@ -211,4 +229,4 @@ def _message(event: Mapping[str, Any], part: str) -> Message:
         elements = int(args.get("Out msg nelems", 0)) * (size - 1)
     elif "all_to_all" in name or "alltoall" in name:
         elements = int(args.get("In msg nelems", 0))
-    return Message(name or event["name"], part, elements * width, float(event["dur"]))
+    return elements * width

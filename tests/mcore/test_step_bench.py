@@ -58,6 +58,8 @@ def test_a_row_says_what_a_reader_compares(rows: dict) -> None:
     )
     assert row["predicted_ms"] > 0
     assert len(row["ranks"]) == 2
+    for (profile,) in row["ranks"]:
+        assert set(profile["waiting_ms"]) == set(profile["transfer_ms"]) == {"attention", "other"}
 
 
 def test_an_unknown_case_is_refused_with_the_names() -> None:
