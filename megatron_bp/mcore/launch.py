@@ -78,13 +78,13 @@ def _validate(
 def _pretrain(stock: Callable[..., Any], *given: Any, **named: Any) -> Any:
     """Calls `pretrain` as the script does, with our data, model and forward step in the call.
 
-    Raises: TypeError if the script builds its model in a way that is not known; ImportError for a
-    --spec that Megatron could not import.
+    Raises: TypeError if the script calls `pretrain` as another version of it was called, or builds
+    its model in a way that is not known; ImportError for a --spec that Megatron could not import.
     """
     from megatron.training import get_args, get_tokenizer
     from megatron.training.utils import print_rank_0
 
-    call = inspect.signature(stock).bind(*given, **named)
+    call = _bind(stock, given, named)
     args, model = get_args(), call.arguments["cfg_container"].model
     config = arguments.config_from_args(args)
     if args.spec is not None and getattr(model, "transformer_layer_spec", args.spec) is None:
@@ -101,6 +101,31 @@ def _pretrain(stock: Callable[..., Any], *given: Any, **named: Any) -> Any:
         call.arguments["train_valid_test_dataset_provider"] = provider
         call.arguments["forward_step_func"] = forward_step
     return stock(*call.args, **call.kwargs)
+
+
+def _bind(
+    stock: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]
+) -> inspect.BoundArguments:
+    """Returns the script's call by the names of `pretrain`'s parameters.
+
+    Raises: TypeError for a script of another version. Up to 0.17 `pretrain` parsed the arguments
+    itself; in 0.18 it took a function that builds the model in front of the model's type.
+    """
+    signature = inspect.signature(stock)
+    try:
+        call = signature.bind(*given, **named)
+    except TypeError as error:
+        problem = str(error)
+    else:
+        container, kind = (call.arguments[name] for name in ("cfg_container", "model_type"))
+        if hasattr(container, "model") and not callable(kind):
+            return call
+        problem = f"cfg_container is {container!r} and model_type is {kind!r}"
+    raise TypeError(
+        f"the script calls pretrain as another version of Megatron-LM: {problem}; "
+        f"megatron-core {versions.megatron_version()} has pretrain{signature}. Use the "
+        "pretrain_gpt.py of that version, or examples/pretrain_bdlm.py"
+    )
 
 
 def _refuse_other_models(model: Any, model_provider: Any) -> None:

@@ -7,7 +7,6 @@ Used with the stand-in on the CPU (test_te_attention.py) and with Transformer En
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 import traceback
 from pathlib import Path
@@ -18,8 +17,9 @@ import torch.distributed as dist
 
 from tests.distributed import run_distributed
 from tests.mcore.runs import DIFFUSION, MODEL, as_job, flags, read_scalars
+from tests.mcore.scripts import pretrain_script, run_script
 
-SCRIPT = str(Path(__file__).with_name("stand_in_pretrain.py"))
+SCRIPT = pretrain_script()
 SPEC = ["--spec", "megatron_bp.mcore.spec", "gpt_layer"]
 # The shape that real kernels want; every key must be in the model and in the checkpoint.
 TE = flags(
@@ -117,7 +117,7 @@ def _jobs(rank: int, num_ranks: int, folder: str, stand_in: bool) -> None:
         run(name, [*DIFFUSION, *([] if stand_in else ON_GPU), *given], launched)
 
     def stock() -> None:
-        runpy.run_path(SCRIPT, run_name="__main__")
+        run_script(SCRIPT)
 
     def launched() -> None:
         launch.main([SCRIPT, *sys.argv[1:]])

@@ -3,9 +3,9 @@ trains bit for bit what the example trains."""
 
 from __future__ import annotations
 
-import runpy
+import re
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +13,9 @@ import pytest
 from megatron_bp.mcore import versions
 from tests.distributed import run_distributed
 from tests.mcore.runs import DIFFUSION, MODEL, as_job, flags, read_scalars
+from tests.mcore.scripts import pretrain_script, run_script
 
-SCRIPT = str(Path(__file__).with_name("stand_in_pretrain.py"))
+SCRIPT = pretrain_script()
 # Defaults that the launcher sets on a CPU, and stock Megatron does not know.
 ON_CPU = flags(
     "--transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
@@ -78,6 +79,37 @@ def test_a_model_that_has_not_the_known_seams_is_refused() -> None:
         _refuse_other_models(None, bits)
 
 
+CONTAINER = SimpleNamespace(model=None)
+
+
+@pytest.mark.parametrize(
+    ("given", "named", "said"),
+    [
+        # Up to 0.17: the arguments are parsed in pretrain.
+        (
+            (bits, bits, "gpt", bits),
+            {"args_defaults": {}},
+            "argument 'args_defaults'",
+        ),
+        ((bits, bits, "gpt", bits), {}, "cfg_container is <function bits"),
+        # 0.18: what builds the model comes before the model's type.
+        (
+            (SimpleNamespace(model=None), bits, bits, "gpt", bits),
+            {},
+            "model_type is <function bits",
+        ),
+    ],
+)
+def test_a_script_of_another_version_is_refused(given: tuple, named: dict, said: str) -> None:
+    from megatron.training.training import pretrain
+
+    from megatron_bp.mcore.launch import _bind
+
+    with pytest.raises(TypeError, match=re.escape(said)) as error:
+        _bind(pretrain, given, named)
+    assert "Use the pretrain_gpt.py of that version" in str(error.value)
+
+
 def _install_too_late() -> None:
     from megatron.training import pretrain
 
@@ -101,7 +133,7 @@ def _jobs(rank: int, num_ranks: int, folder: str) -> None:
         as_job(rank, num_ranks, [*given, "--tensorboard-dir", f"{folder}/{name}"], how)
 
     def stock() -> None:
-        runpy.run_path(SCRIPT, run_name="__main__")
+        run_script(SCRIPT)
 
     def launched() -> None:
         launch.main([SCRIPT, *sys.argv[1:]])
