@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 TESTED = "megatron-core 0.19.2"
@@ -19,6 +20,12 @@ def megatron_version() -> str:
     import megatron.core
 
     return str(megatron.core.__version__)
+
+
+def _folder() -> str:
+    import megatron.core
+
+    return str(Path(megatron.core.__file__).parent)
 
 
 def missing_seams() -> list[str]:
@@ -42,7 +49,8 @@ def require_seams() -> None:
         lines = "\n".join(f"  - {problem}" for problem in problems)
         raise RuntimeError(
             f"megatron-core {megatron_version()} lacks what megatron_bp uses:\n{lines}\n"
-            f"Install a version that has it; tested with {TESTED}."
+            f"It was imported from {_folder()} (a checkout's own megatron comes before the "
+            f"installed one). Use a version that has it; tested with {TESTED}."
         )
 
 
