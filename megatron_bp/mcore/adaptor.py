@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_bp.config import BlockParallelConfig, list_problems
-from megatron_bp.mcore import arguments, cpu, refusals, versions
+from megatron_bp.mcore import arguments, cpu, gloo, refusals, versions
 from megatron_bp.mcore.checkpoints import mend_tracker, optimizer_problems
 from megatron_bp.mcore.writer_watch import shield_helpers, watch_writer
 
@@ -77,6 +77,7 @@ def parts(
 
     from megatron_bp.mcore import dataset
 
+    gloo.use_gloo_on_gpus(args)
     tokenizer = get_tokenizer()
     # Packed documents shape the layout, so every pipeline stage must see the sample's tokens.
     on_every_stage = config.is_diffusion and args.reset_attention_mask
