@@ -38,7 +38,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--kernel", nargs="+", default=["auto"], help="or flex_baseline")
     p.add_argument("--wire", nargs="+", default=["fp32"], type=GradWire, help="fp32, model")
     p.add_argument("--views", type=int, default=1)
-    p.add_argument("--repeats", type=int, default=7)
+    p.add_argument("--repeats", type=int, nargs="+", default=[7], help="of each length, or of all")
     p.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     p.add_argument("--json", type=Path)
     return p.parse_args(argv)
@@ -72,13 +72,14 @@ def main(argv: list[str]) -> None:
     for way in args.way:
         # One set of groups for a way: communicators take memory and seconds to make.
         groups = make_groups(int(WAYS[way].shards * world) or 1, WAYS[way].blocking)
-        for length in args.length:
+        for at, length in enumerate(args.length):
+            repeats = args.repeats[min(at, len(args.repeats) - 1)]
             for kernel in args.kernel:
                 for wire in args.wire:
                     case = LayerCase(shape, length, world, way, kernel, wire, args.views)
                     try:
                         row = measure(case, groups, torch.device(device),
-                                      getattr(torch, args.dtype), args.repeats)  # fmt: skip
+                                      getattr(torch, args.dtype), repeats)  # fmt: skip
                     except Exception as error:
                         text = f"{type(error).__name__}: {str(error)[:300]}"
                         row = {"way": way, "kernel": kernel, "wire": str(wire), "length": length,
