@@ -27,17 +27,11 @@ from megatron_bp.attention.contract import (
 )
 from megatron_bp.attention.interval import IntervalRun, interval_mask
 from megatron_bp.attention.lanes import queue_on
-from megatron_bp.attention.native import (
-    KeyValue,
-    NativeRun,
-    Partial,
-    Spaces,
-    clear_gaps,
-    empty_partial,
-)
+from megatron_bp.attention.native import NativeRun, Partial, empty_partial
+from megatron_bp.attention.problems import KeyValue, Spaces
 from megatron_bp.attention.schedule import make_schedule
 from megatron_bp.comm.clean_kv import pack
-from megatron_bp.layout.decomposition import KeySpace, Phase
+from megatron_bp.layout.decomposition import Phase
 from megatron_bp.layout.exchange import SlabExchange
 from megatron_bp.layout.plan import PlanRequest, RankPlan, make_plan
 from megatron_bp.layout.visibility import CleanRule
@@ -199,12 +193,10 @@ class Layer:
             return dq, packed, own
         assert isinstance(kernel, NativeKernel)
         todo = make_schedule(self.case.plan, False, kernel.caps.cut).backward
-        for lo, hi in todo.row_gaps:
-            dq[lo:hi] = 0
-        clear_gaps((packed,), todo, KeySpace.CLEAN)
-        clear_gaps(own, todo, KeySpace.OWN)
+        run = self._run(kernel)
+        todo = run.begin_backward(todo, x.dout, saved, grads)
         for phase in reversed(Phase):
-            self._run(kernel).backward(todo.steps[phase], x.dout, saved, grads)
+            run.backward(todo.steps[phase], x.dout, saved, grads)
         return dq, packed, own
 
 

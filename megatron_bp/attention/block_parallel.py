@@ -26,17 +26,12 @@ from megatron_bp.attention.contract import (
 from megatron_bp.attention.interval import IntervalRun, interval_mask
 from megatron_bp.attention.keeping import ALONE, Slot
 from megatron_bp.attention.lanes import queue_on
-from megatron_bp.attention.native import (
-    KeyValue,
-    NativeRun,
-    Partial,
-    clear_gaps,
-    empty_partial,
-)
+from megatron_bp.attention.native import NativeRun, Partial, empty_partial
+from megatron_bp.attention.problems import KeyValue
 from megatron_bp.attention.schedule import Schedule, make_schedule
 from megatron_bp.comm.clean_kv import CleanGather, CleanReduce
 from megatron_bp.comm.groups import BlockGroups
-from megatron_bp.layout.decomposition import KeySpace, Phase
+from megatron_bp.layout.decomposition import Phase
 from megatron_bp.layout.plan import RankPlan
 
 
@@ -187,10 +182,7 @@ class _BlockParallelAttention(torch.autograd.Function):
         if call.options.strategy is Strategy.INTERVAL:
             call.interval(q.device).backward(dout, saved, grads)
         else:
-            clear_gaps((dpacked,), todo, KeySpace.CLEAN)
-            clear_gaps(down, todo, KeySpace.OWN)
-            for lo, hi in todo.row_gaps:
-                grads[0][lo:hi] = 0
+            todo = call.native().begin_backward(todo, dout, saved, grads)
         for phase in reversed(Phase):
             if call.options.strategy is Strategy.NATIVE:
                 call.native().backward(todo.steps[phase], dout, saved, grads)

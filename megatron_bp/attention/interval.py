@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_bp.attention.contract import IntervalKernel, IntervalMask, Saved
-from megatron_bp.attention.native import KeyValue, Partial, Spaces
+from megatron_bp.attention.native import Partial
+from megatron_bp.attention.problems import KeyValue, Spaces
 from megatron_bp.layout.decomposition import KeySpace
 from megatron_bp.layout.plan import RankPlan
 

@@ -1,9 +1,8 @@
 """The `native` strategy: the plan's launches over any plain kernel, merged by log-sum-exp.
 
-Knows how rows and key runs become kernel inputs, and how results come back; knows no wires and no
-mask. Inputs are views wherever rows lie together. Letters: T local rows, S key rows, Z samples,
-X problems, Q rows and K keys of a problem, N query heads, M key/value heads, G = N / M, H head
-size. Specified by tests/attention/test_native.py.
+Knows no wires and no mask. Letters: T local rows, S key rows, Z samples, X problems, Q rows and K
+keys of a problem, N query heads, M key/value heads, G = N / M, H head size.
+Specified by tests/attention/test_native.py.
 """
 
 from collections.abc import Iterable
@@ -19,18 +18,19 @@ from torch import Tensor
 from megatron_bp.attention.contract import NativeKernel, Saved, WritingKernel, lse_dtype
 from megatron_bp.attention.lanes import Finish, Queue, queue_on
 from megatron_bp.attention.passes import add_rows, merge_rows, read_rows
+from megatron_bp.attention.problems import KeyValue, Problems, Spaces, add_pieces
 from megatron_bp.attention.schedule import Pass, Runs, Step
+from megatron_bp.attention.sharing import (
+    RowGroup,
+    Shared,
+    SharedBackward,
+    SharedLaunch,
+    SharedRows,
+    SharingKernel,
+    TileRule,
+    share,
+)
 from megatron_bp.layout.decomposition import KeySpace
-
-
-class KeyValue(NamedTuple):
-    """Keys and values (or their gradients) of one key space: two tensors [S, Z, M, H]."""
-
-    k: Tensor
-    v: Tensor
-
-
-Spaces = tuple[KeyValue, KeyValue]  # indexed by KeySpace: clean, own
 
 
 class Partial(NamedTuple):
@@ -55,72 +55,56 @@ def empty_partial(like_TZNH: Tensor, todo: Pass) -> Partial:
     return Partial(out, lse)
 
 
-@dataclass(frozen=True)
-class _Problems:
-    """How one step is laid out for a kernel."""
+def _run_rows(
+    work: SharedBackward,
+    group: RowGroup,
+    dout_TZNH: Tensor,
+    saved: tuple[Tensor, Spaces, Partial],
+    dq_TZNH: Tensor,
+    queue: Queue,
+) -> None:
+    """Runs a row group's launches and writes or adds its query gradients."""
+    q, keys, partial = saved
+    if not group.own:
+        q, out, dout = (x.transpose(0, 1) for x in (q, partial.out, dout_TZNH))
+        local = Saved(q, q, q, out, partial.lse.permute(1, 2, 0))
+        rows = work.rows(dout, local, group.tile)
+        for launch in group.launches:
+            pairs = launch.num_problems * launch.num_rows * launch.num_keys
+            queue.run(partial_call(_launch, rows, launch, keys[launch.space]), pairs)
+        queue.drain()
+        rows.write(dq_TZNH.transpose(0, 1))
+        return
+    at = Problems(group.own[0], keys[0].k.shape[2])
+    own_q = at.query(q)
+    local = Saved(own_q, own_q, own_q, at.query(partial.out), at.lse(partial.lse))
+    rows = work.rows(at.query(dout_TZNH), local, group.tile)
+    for launch in group.launches:
+        _launch(rows, launch, keys[launch.space])
+    if at.kernel_may_write(q.shape[1]):
+        rows.write(at.query(dq_TZNH))
+        return
+    part = torch.empty(own_q.shape, dtype=q.dtype, device=q.device)
+    rows.write(part)
+    at.add_query(dq_TZNH, part)
 
-    step: Step
-    num_kv_heads: int
 
-    def query(self, x_TZNH: Tensor) -> Tensor:
-        """Query-shaped rows as [problems, Q, heads, H]."""
-        x = read_rows(x_TZNH, self.step.rows)  # [X, Q, Z, N, H]
-        if self.step.joined:
-            # torch.cat copies a few long runs at full bandwidth, flatten does not.
-            apart = self.step.rows.step > self.step.rows.length and len(x) <= 8
-            return (torch.cat([*x]) if apart else x.flatten(0, 1)).transpose(0, 1)
-        if self.step.folded:
-            x = x.unflatten(3, (self.num_kv_heads, -1)).permute(2, 1, 3, 0, 4, 5)
-            return x.flatten(2, 4)
-        return x.transpose(1, 2).flatten(0, 1)
+def _launch(rows: SharedRows, launch: SharedLaunch, keys: KeyValue) -> Finish:
+    rows.launch(launch, *keys)
+    return _nothing
 
-    def lse(self, x_TZN: Tensor) -> Tensor:
-        """LSE rows as the kernel has them, [problems, heads, Q]."""
-        if self.step.joined or self.step.folded:
-            return self.query(x_TZN[..., None])[..., 0].transpose(1, 2)
-        return read_rows(x_TZN, self.step.rows).permute(0, 2, 3, 1).flatten(0, 1)
 
-    def unquery(self, x: Tensor, num_samples: int) -> Tensor:
-        """The inverse of `query`, a view: [problems, Q, heads, H] as [X, Q, Z, M, G, H]."""
-        problems = self.step.rows.num_problems
-        if self.step.joined:
-            x = x.transpose(0, 1).unflatten(0, (problems, -1))
-            return x.unflatten(3, (self.num_kv_heads, -1))
-        if self.step.folded:
-            x = x.unflatten(2, (self.num_kv_heads, problems, -1))
-            return x.permute(3, 1, 0, 2, 4, 5)
-        x = x.unflatten(2, (self.num_kv_heads, -1))
-        return x.unflatten(0, (-1, num_samples)).transpose(1, 2)
-
-    def key_parts(self, spaces: Spaces, part: int) -> list[Tensor]:
-        """The runs of keys (part 0) or values (part 1), each [X, K, Z, M, H]."""
-        return [read_rows(spaces[space][part], runs) for space, runs in self.step.keys]
-
-    def key(self, spaces: Spaces, part: int) -> Tensor:
-        """Keys (part 0) or values (part 1) as [problems, K, M, H]."""
-        found = self.key_parts(spaces, part)
-        joined = found[0] if len(found) == 1 else torch.cat(found, 1)
-        return joined.transpose(1, 2).flatten(0, 1)
-
-    def add_keys(self, spaces: Spaces, dk_XKZMH: Tensor, dv_XKZMH: Tensor) -> None:
-        """Adds key and value gradients to their rows."""
-        at = 0
-        for space, runs in self.step.keys:
-            for lo, piece in runs.pieces or ((0, runs),):
-                part = slice(at + lo, at + lo + piece.length)
-                add_rows(tuple(spaces[space]), piece, (dk_XKZMH[:, part], dv_XKZMH[:, part]))
-            at += runs.length
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the rows are a view that may be written."""
-        return self.step.rows.writable and not self.step.folded
-
-    def kernel_may_write(self, num_samples: int) -> bool:
-        """Whether `query` and `lse` of fresh rows are views as a kernel takes them."""
-        rows = self.step.rows
-        one = rows.num_problems == 1 or (num_samples == 1 and not self.step.joined)
-        return rows.store and self.in_place and one and rows.length > 1
+def _write_group(
+    work: SharedBackward, group: int, runs: Runs, into: KeyValue, dtype: torch.dtype
+) -> None:
+    """Writes or adds a key group's gradients."""
+    if runs.store and runs.writable and into.k.dtype == dtype:
+        work.write_keys(group, read_rows(into.k, runs), read_rows(into.v, runs))
+        return
+    shape = (runs.num_problems, runs.length, *into.k.shape[1:])
+    dk, dv = (torch.empty(shape, dtype=dtype, device=into.k.device) for _ in range(2))
+    work.write_keys(group, dk, dv)
+    add_pieces(into, runs, dk, dv)
 
 
 @dataclass(frozen=True)
@@ -148,7 +132,7 @@ class NativeRun:
             queue.run(partial_call(run, step, q_TZNH, keys, partial), step.num_pairs)
 
     def _forward(self, step: Step, q_TZNH: Tensor, keys: Spaces, partial: Partial) -> Finish:
-        at = _Problems(step, keys[0].k.shape[2])
+        at = Problems(step, keys[0].k.shape[2])
         q, k, v = at.query(q_TZNH), at.key(keys, 0), at.key(keys, 1)
         if self.kernel.caps.writes and at.kernel_may_write(q_TZNH.shape[1]):
             into = (at.query(partial.out), at.lse(partial.lse))
@@ -167,6 +151,34 @@ class NativeRun:
         into = (partial.out, partial.lse)
         small.forward_into(q, small.Keys(*keys), todo, self.scale, into, store=step.rows.store)
         return _nothing
+
+    def begin_backward(
+        self,
+        todo: Pass,
+        dout_TZNH: Tensor,
+        saved: tuple[Tensor, Spaces, Partial],
+        grads: tuple[Tensor, Spaces],
+    ) -> Pass:
+        """Zeroes what no launch stores and runs launches that share accumulators; returns the rest.
+
+        `grads` may be unwritten. The rest of the pass adds to it.
+        """
+        q, keys = saved[:2]
+        kernel, size = self.kernel, q.shape[3]
+        queries_per_key = q.shape[2] // keys[0].k.shape[2]
+        if not isinstance(kernel, SharingKernel) or not kernel.shares(size, queries_per_key):
+            _clear_gaps(todo, grads)
+            return todo
+        shared = _shared(todo, kernel.tiles(size), size, _runs_small(q))
+        _clear_gaps(shared.rest, grads)
+        if shared.rows:
+            work = kernel.share(keys[0].k, queries_per_key, shared.keys, self.scale)
+            queue = queue_on(q.device, self.beside)
+            for rows in shared.rows:
+                _run_rows(work, rows, dout_TZNH, saved, grads[0], queue)
+            for i, group in enumerate(shared.keys):
+                _write_group(work, i, group.runs, grads[1][group.space], q.dtype)
+        return shared.rest
 
     def backward(
         self,
@@ -194,7 +206,7 @@ class NativeRun:
     ) -> Finish:
         q, keys, partial = saved
         dq, dkeys = grads
-        at = _Problems(step, keys[0].k.shape[2])
+        at = Problems(step, keys[0].k.shape[2])
         k, v = at.key(keys, 0), at.key(keys, 1)
         local = Saved(at.query(q), k, v, at.query(partial.out), at.lse(partial.lse))
         dout = at.query(dout_TZNH)
@@ -204,13 +216,12 @@ class NativeRun:
             dk, dv = kernel.backward_into(dout, local, step.window, self.scale, at.query(dq))
         else:
             part, dk, dv = self.kernel.backward(dout, local, step.window, self.scale)
-            dq_part = (at.unquery(part, q.shape[1]).flatten(-2),)
+            dq_part = (part,)
         dk, dv = (x.unflatten(0, (-1, q.shape[1])).transpose(1, 2) for x in (dk, dv))
 
         def finish() -> None:
-            if dq_part:
-                rows = dq.unflatten(2, (at.num_kv_heads, -1)).flatten(-2)
-                add_rows((rows,), step.rows, dq_part)
+            for part in dq_part:
+                at.add_query(dq, part)
             at.add_keys(dkeys, dk, dv)
 
         return finish
@@ -278,19 +289,28 @@ def _one_by_one(steps: Iterable[Step], q_TZNH: Tensor) -> Iterable[Step]:
 
 def _is_small(step: Step, q_TZNH: Tensor) -> bool:
     """Whether a step is for the small-problem kernel: blocks on a GPU, rows and keys apart."""
-    shared = any(x.joined or x.folded for x in (step, *step.far))
-    if not _runs_small(q_TZNH) or shared:
+    return _runs_small(q_TZNH) and _fits_small(step, q_TZNH.shape[-1])
+
+
+def _fits_small(step: Step, head_size: int) -> bool:
+    if any(x.joined or x.folded for x in (step, *step.far)):
         return False
     from megatron_bp.attention import triton_small as small
 
     clean, own, far = _small_runs(step)
     keys, end = (sum(x.length for x in runs) for runs in ((*clean, *own), far))
     one_each = max(len(clean), len(own), len(far)) <= 1 and _apart((step.rows, *own))
-    return one_each and small.fits(step.rows.length, keys, end, q_TZNH.shape[-1])
+    return one_each and small.fits(step.rows.length, keys, end, head_size)
 
 
 def _runs_small(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+@lru_cache(maxsize=256)
+def _shared(todo: Pass, tiles: TileRule, head_size: int, small: bool) -> Shared:
+    """What a kernel with `tiles` can share; `small` if small problems have a kernel of theirs."""
+    return share(todo, tiles, lambda step: small and _fits_small(step, head_size))
 
 
 @lru_cache(maxsize=8192)
@@ -306,8 +326,12 @@ def _small_problems(step: Step, device: torch.device) -> Any:
     return small.Problems(on_device, step.rows.length, lengths, step.window)  # type: ignore[arg-type]
 
 
-def clear_gaps(tensors: Iterable[Tensor], todo: Pass, space: KeySpace) -> None:
-    """Zeroes the key rows of `space` that no step of `todo` stores."""
-    for tensor in tensors:
+def _clear_gaps(todo: Pass, grads: tuple[Tensor, Spaces]) -> None:
+    """Zeroes the rows that no step of `todo` stores."""
+    dq, spaces = grads
+    for lo, hi in todo.row_gaps:
+        dq[lo:hi] = 0
+    for space in KeySpace:
         for lo, hi in todo.key_gaps[space]:
-            tensor[lo:hi] = 0
+            for tensor in spaces[space]:
+                tensor[lo:hi] = 0

@@ -102,6 +102,31 @@ class Pass:
     steps: Mapping[Phase, tuple[Step, ...]]
     row_gaps: Gaps
     key_gaps: Mapping[KeySpace, Gaps]
+    num_rows: int
+    num_keys: Mapping[KeySpace, int]
+
+    def reordered(
+        self,
+        steps: Iterable[tuple[Phase, Step]],
+        rows: "RowBook",
+        keys: Mapping[KeySpace, "RowBook"],
+    ) -> "Pass":
+        """A pass of `steps` alone, in that order, after what `rows` and `keys` say was written."""
+        found: dict[Phase, list[Step]] = {phase: [] for phase in Phase}
+
+        def again(step: Step) -> Step:
+            written = []
+            for space, runs in step.keys:
+                written.append((space, keys[space].write(runs.starts, runs.length, in_pieces=True)))
+            at = rows.write(step.rows.starts, step.rows.length, in_pieces=False)
+            far = tuple(again(x) for x in step.far)
+            return replace(step, rows=at, keys=tuple(written), far=far)
+
+        for phase, step in steps:
+            found[phase].append(again(step))
+        gaps = {space: book.gaps() for space, book in keys.items()}
+        ordered = {phase: tuple(found[phase]) for phase in Phase}
+        return replace(self, steps=ordered, row_gaps=rows.gaps(), key_gaps=gaps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +152,7 @@ def make_schedule(plan: RankPlan, corrupted_only: bool, cut: Cut) -> Schedule:
     )
 
 
-class _Rows:
+class RowBook:
     """Which rows have been touched, and which of them by a step that may store."""
 
     def __init__(self, num_rows: int) -> None:
@@ -184,10 +209,10 @@ def disjoint_rounds(starts: NDArray[np.int64], length: int) -> tuple[NDArray[np.
 
 def _make_pass(plan: RankPlan, first_row: int, launches: Iterable[tuple[Phase, Launch]]) -> Pass:
     """The pass that runs `launches` (each with its phase) in the order given."""
-    rows = _Rows(plan.rows.num_rows - first_row)
+    rows = RowBook(plan.rows.num_rows - first_row)
     keys = {
-        KeySpace.CLEAN: _Rows(plan.exchange.num_buffer_rows),
-        KeySpace.OWN: _Rows(len(plan.own_coordinate)),
+        KeySpace.CLEAN: RowBook(plan.exchange.num_buffer_rows),
+        KeySpace.OWN: RowBook(len(plan.own_coordinate)),
     }
     steps: dict[Phase, list[Step]] = {phase: [] for phase in Phase}
 
@@ -213,6 +238,8 @@ def _make_pass(plan: RankPlan, first_row: int, launches: Iterable[tuple[Phase, L
         {phase: tuple(steps[phase]) for phase in Phase},
         rows.gaps(),
         {space: found.gaps() for space, found in keys.items()},
+        len(rows.touched),
+        {space: len(found.touched) for space, found in keys.items()},
     )
 
 

@@ -1,12 +1,14 @@
 """Triton kernels of passes.py: one read and one write of every row, no temporaries.
 
 Knows strides and dtypes, no plan. Letters as in passes.py; W is a run of contiguous elements.
-Specified by tests/attention/test_triton_passes.py (interpreted on CPU) and test_gpu_passes.py.
+Specified by tests/attention/test_passes.py (interpreted on CPU) and test_gpu_passes.py.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_bp.attention.triton_launch import Resources, launch
 
 
 @triton.jit
@@ -85,27 +87,21 @@ def merge_rows(
 ) -> None:
     """See passes.merge_rows; `starts` int64 [X] are the first rows of the problems."""
     problems, rows, samples, kv_heads, group, size = part_XQZMGH.shape
-    assert out_TZNH.stride(-1) == part_XQZMGH.stride(-1) == 1, "head elements must be contiguous"
+    out_at, part_at = out_TZNH.stride(), part_XQZMGH.stride()
+    assert out_at[3] == part_at[5] == 1, "head elements must be contiguous"
     padded = triton.next_power_of_2(size)
     num_heads = kv_heads * group
     heads = min(triton.next_power_of_2(num_heads), max(1, 4096 // padded))
-    _merge_kernel[(problems * rows, samples, triton.cdiv(num_heads, heads))](
-        out_TZNH,
-        lse_TZN,
-        starts,
-        part_XQZMGH,
-        lse_XQZMG,
-        rows,
-        num_heads,
-        group,
-        size,
-        *out_TZNH.stride()[:3],
-        *lse_TZN.stride(),
-        *part_XQZMGH.stride()[:5],
-        *lse_XQZMG.stride(),
-        STORE=store,
-        HEADS=heads,
-        SIZE=padded,
+    launch(
+        _merge_kernel,
+        (problems * rows, samples, triton.cdiv(num_heads, heads)),
+        (out_TZNH, lse_TZN, starts, part_XQZMGH, lse_XQZMG),
+        (
+            *(rows, num_heads, group, size),
+            *(*out_at[:3], *lse_TZN.stride(), *part_at[:5], *lse_XQZMG.stride()),
+        ),
+        (store, heads, padded),
+        Resources(),
     )
 
 
@@ -162,27 +158,16 @@ def add_rows(
 ) -> None:
     """See passes.add_rows; adds the problems `members` int64, whose runs must not overlap."""
     values = _same_strides(values_XQZMW)
-    targets, values = _collapse(targets_SZMW, values)
-    target, value = targets[0], values[0]
-    assert all(x.stride() == target.stride() for x in targets), "targets must share a layout"
-    assert target.stride(-1) == value.stride(-1) == 1, "the last dim must be contiguous"
-    _, rows, samples, heads, width = value.shape
+    heads, width, to, source = _collapsed(targets_SZMW, values)
+    rows, samples = values[0].shape[1:3]
     block = min(triton.next_power_of_2(width), 2048)
-    _add_kernel[(len(members) * rows, samples * heads, triton.cdiv(width, block))](
-        target,
-        targets[-1],
-        starts,
-        members,
-        value,
-        values[-1],
-        rows,
-        heads,
-        width,
-        *target.stride()[:3],
-        *value.stride()[:4],
-        STORE=store,
-        BOTH=len(targets) == 2,
-        WIDTH=block,
+    launch(
+        _add_kernel,
+        (len(members) * rows, samples * heads, triton.cdiv(width, block)),
+        (targets_SZMW[0], targets_SZMW[-1], starts, members, values[0], values[-1]),
+        (rows, heads, width, *to, *source),
+        (store, len(targets_SZMW) == 2, block),
+        Resources(),
     )
 
 
@@ -256,52 +241,40 @@ def sum_rows(
     Every row of the targets is read and written once, however many problems it gets values from.
     """
     values = _same_strides(values_XQZMW)
-    targets, values = _collapse(targets_SZMW, values)
-    target, value = targets[0], values[0]
-    assert all(x.stride() == target.stride() for x in targets), "targets must share a layout"
-    assert target.stride(-1) == value.stride(-1) == 1, "the last dim must be contiguous"
-    problems, length, samples, heads, width = value.shape
+    heads, width, to, source = _collapsed(targets_SZMW, values)
+    problems, length, samples = values[0].shape[:3]
     start, step = spacing
     num_rows = (problems - 1) * step + length
     block = min(triton.next_power_of_2(width), 1024)
     rows = min(max(4096 // block, 1), 16)
-    grid = (triton.cdiv(num_rows, rows), samples * heads, triton.cdiv(width, block))
-    _sum_kernel[grid](
-        target,
-        targets[-1],
-        value,
-        values[-1],
-        start,
-        step,
-        length,
-        problems,
-        num_rows,
-        heads,
-        width,
-        *target.stride()[:3],
-        *value.stride()[:4],
-        STORE=store,
-        BOTH=len(targets) == 2,
-        COVER=triton.cdiv(length, step),
-        ROWS=rows,
-        WIDTH=block,
+    launch(
+        _sum_kernel,
+        (triton.cdiv(num_rows, rows), samples * heads, triton.cdiv(width, block)),
+        (targets_SZMW[0], targets_SZMW[-1], values[0], values[-1]),
+        (start, step, length, problems, num_rows, heads, width, *to, *source),
+        (store, len(targets_SZMW) == 2, triton.cdiv(length, step), rows, block),
+        Resources(),
     )
 
 
 def _same_strides(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    if all(x.stride() == values[0].stride() and x.stride(-1) == 1 for x in values):
+    strides = [x.stride() for x in values]
+    if strides[0] == strides[-1] and strides[0][-1] == 1:
         return values
     return tuple(x.contiguous() for x in values)
 
 
-def _collapse(
+def _collapsed(
     targets: tuple[Tensor, ...], values: tuple[Tensor, ...]
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The same tensors with heads and elements as one dim where both lie so in memory."""
-    width = values[0].shape[-1]
-    if all(x.stride(-2) == width for x in (*targets, *values)):
-        return (
-            tuple(x.flatten(-2)[..., None, :] for x in targets),
-            tuple(x.flatten(-2)[..., None, :] for x in values),
-        )
-    return targets, values
+) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """Heads, elements of each, and strides of targets [S, Z, M, W] and values [X, Q, Z, M, W].
+
+    Heads that lie beside one another in targets and values count as one.
+    """
+    to, source = targets[0].stride(), values[0].stride()
+    assert targets[-1].stride() == to, "targets must share a layout"
+    assert to[3] == source[4] == 1, "the last dim must be contiguous"
+    heads, width = values[0].shape[3:]
+    if to[2] == source[3] == width:
+        heads, width = 1, heads * width
+    return heads, width, to[:3], source[:4]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_bp.attention.block_lists import MaskKey, block_lists, key_intervals
 from megatron_bp.attention.contract import Cut, IntervalMask, KernelCaps, Saved, Strategy, Window
+from megatron_bp.attention.sharing import KeyGroup, SharedBackward, TileRule
 
 try:
     import cutlass
@@ -22,6 +23,8 @@ try:
     from flash_attn.cute import utils
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    from megatron_bp.attention.kernels import flash4_shared
 except (ImportError, OSError) as error:  # OSError: a shared library that does not load
     raise ImportError(
         f"kernel='flash4' needs FlashAttention 4: pip install 'megatron-bp[fa4]' ({error})."
@@ -143,6 +146,20 @@ class Flash4Kernel:
             **_window(window, q.shape[1]),
         )
         return dk, dv
+
+    def shares(self, head_size: int, queries_per_key: int) -> bool:
+        """See SharingKernel. In deterministic mode each launch orders its own sums."""
+        return queries_per_key > 1 and not self.deterministic
+
+    def tiles(self, head_size: int) -> TileRule:
+        """See SharingKernel."""
+        return flash4_shared.tiles(head_size)
+
+    def share(
+        self, like_SZMH: Tensor, queries_per_key: int, groups: tuple[KeyGroup, ...], scale: float
+    ) -> SharedBackward:
+        """See SharingKernel."""
+        return flash4_shared.Flash4Backward(like_SZMH, queries_per_key, groups, scale)
 
     def forward_interval(
         self, q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask, scale: float

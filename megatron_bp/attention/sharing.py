@@ -1,0 +1,283 @@
+"""Launches of a backward pass that share accumulators.
+
+A kernel that sums dQ, dK and dV in fp32 buffers of its own prepares them before each launch and
+rounds them to the model's dtype after it. If all launches of a pass sum in the same buffers, that
+happens once, and nothing is left to add: this module says which launches can, and where in the
+buffers each of them lies. Pure integers, computed once a pass and cached.
+Kernels sum whole tiles of rows and keys. Launches share rows if they begin and end where tiles do;
+a launch that does not, or has tiles of another height, has rows of its own.
+Specified by tests/attention/test_sharing.py.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from torch import Tensor
+
+from megatron_bp.attention.contract import NativeKernel, Saved, Window
+from megatron_bp.attention.schedule import Pass, RowBook, Runs, Step
+from megatron_bp.layout.decomposition import KeySpace, Phase
+
+MOST_PARTS = 4
+"""A launch with problems at uneven distances becomes launches of one problem, up to so many."""
+
+
+class Tiles(NamedTuple):
+    """Rows and keys that a kernel sums at once."""
+
+    rows: int
+    keys: int
+
+
+class TileRule(NamedTuple):
+    """A kernel's tiles: `long` for unmasked launches of at least `long_keys` keys, else `usual`."""
+
+    usual: Tiles
+    long: Tiles
+    long_keys: int
+
+    def of(self, window: Window, num_keys: int) -> Tiles:
+        """The tiles of a launch."""
+        unmasked = window.left < 0 and window.right < 0
+        return self.long if unmasked and num_keys >= self.long_keys else self.usual
+
+
+class SharedLaunch(NamedTuple):
+    """`num_problems` problems at even distances.
+
+    Problem x has `num_rows` rows from `row + x * row_step` on and `num_keys` keys of `space` from
+    `key + x * key_step` on; its key gradients are summed in `group`, from row
+    `offset + x * offset_step` of the group's buffer on. Key steps of 0: all have the same keys.
+    In rows of its own a launch has `row` and `row_step` 0, and problem x is the x-th of them.
+    """
+
+    num_problems: int
+    row: int
+    row_step: int
+    num_rows: int
+    space: KeySpace
+    key: int
+    key_step: int
+    num_keys: int
+    window: Window
+    group: int
+    offset: int
+    offset_step: int
+
+
+@dataclass(frozen=True, eq=False)
+class KeyGroup:
+    """Runs of keys whose gradients share a buffer: run i has its rows [i * padded, ...)."""
+
+    space: KeySpace
+    runs: Runs
+    padded: int
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroup:
+    """Launches whose query gradients share a buffer, in tiles of `tile` rows.
+
+    `own` holds the step if it is a single one with rows of its own; else they are all local rows.
+    """
+
+    tile: int
+    launches: tuple[SharedLaunch, ...]
+    own: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """What can share accumulators, and the rest of the pass, to be run after it."""
+
+    rows: tuple[RowGroup, ...]
+    keys: tuple[KeyGroup, ...]
+    rest: Pass
+
+
+class SharedRows(Protocol):
+    """Sums for a row group."""
+
+    def launch(self, launch: SharedLaunch, k_SZMH: Tensor, v_SZMH: Tensor) -> None:
+        """Adds the gradients of a launch's problems."""
+        ...
+
+    def write(self, dq_BQNH: Tensor) -> None:
+        """Writes the query gradients."""
+        ...
+
+
+class SharedBackward(Protocol):
+    """A backward pass whose launches share accumulators."""
+
+    def rows(self, dout_BQNH: Tensor, saved: Saved, tile: int) -> SharedRows:
+        """Sums for a row group: B samples, or problems with those of a sample `num_samples` apart.
+
+        Of `saved`, keys and values are not looked at.
+        """
+        ...
+
+    def write_keys(self, group: int, dk_XLZMH: Tensor, dv_XLZMH: Tensor) -> None:
+        """Writes the key and value gradients of a group's X runs of L keys."""
+        ...
+
+
+@runtime_checkable
+class SharingKernel(NativeKernel, Protocol):
+    """A kernel whose launches can share accumulators."""
+
+    def shares(self, head_size: int, queries_per_key: int) -> bool:
+        """Whether it can, for this head size and so many query heads a key/value head."""
+        ...
+
+    def tiles(self, head_size: int) -> TileRule:
+        """Its tiles."""
+        ...
+
+    def share(
+        self, like_SZMH: Tensor, queries_per_key: int, groups: tuple[KeyGroup, ...], scale: float
+    ) -> SharedBackward:
+        """A pass over keys like `like_SZMH`."""
+        ...
+
+
+class _Candidate(NamedTuple):
+    """A launch whose place in a buffer of keys is not decided yet; `own` as in RowGroup."""
+
+    num_problems: int
+    row: int
+    row_step: int
+    num_rows: int
+    space: KeySpace
+    key: int
+    key_step: int
+    num_keys: int
+    window: Window
+    tile: int
+    own: tuple[Step, ...] = ()
+
+    @property
+    def key_starts(self) -> tuple[int, ...]:
+        """First keys of the problems, each once."""
+        count = self.num_problems if self.key_step else 1
+        return tuple(self.key + x * self.key_step for x in range(count))
+
+
+def share(todo: Pass, rule: TileRule, stays: Callable[[Step], bool]) -> Shared:
+    """Splits a backward pass; steps for which `stays` holds are never shared."""
+    common = rule.usual
+    found: list[_Candidate] = []
+    rest: list[tuple[Phase, Step]] = []
+    for phase, step in _steps(todo, stays):
+        parts = () if stays(step) else _candidates(step, rule, todo.num_rows)
+        found += parts
+        if not parts:
+            rest.append((phase, step))
+    if not found:
+        return Shared((), (), todo)
+    books = {space: RowBook(size) for space, size in todo.num_keys.items()}
+    keys: list[KeyGroup] = []
+    placed: dict[int, SharedLaunch] = {}
+    for space in KeySpace:
+        mine = [x for x in found if x.space is space]
+        for members, starts, length in _grouped(mine, common.keys):
+            padded = -(-length // common.keys) * common.keys
+            placed |= {id(x): _placed(x, len(keys), starts, padded) for x in members}
+            runs = books[space].write(np.array(starts), length, in_pieces=True)
+            keys.append(KeyGroup(space, runs, padded))
+    book = RowBook(todo.num_rows)
+    rows: list[RowGroup] = []
+    together = tuple(placed[id(x)] for x in found if not x.own)
+    if together:
+        book.write(np.zeros(1, dtype=np.int64), todo.num_rows, in_pieces=False)
+        rows.append(RowGroup(common.rows, together))
+    for x in found:
+        for step in x.own:
+            at = book.write(step.rows.starts, step.rows.length, in_pieces=False)
+            rows.append(RowGroup(x.tile, (placed[id(x)],), (replace(step, rows=at),)))
+    return Shared(tuple(rows), tuple(keys), todo.reordered(rest, book, books))
+
+
+def _steps(todo: Pass, stays: Callable[[Step], bool]) -> Iterator[tuple[Phase, Step]]:
+    """The pass in the order of a backward, far ends by themselves unless the step stays."""
+    for phase in reversed(Phase):
+        for step in todo.steps[phase]:
+            for part in (step,) if stays(step) else (step.alone, *step.far):
+                yield phase, part
+
+
+def _candidates(step: Step, rule: TileRule, num_rows: int) -> tuple[_Candidate, ...]:
+    """The step as launches at even distances; none if it cannot be."""
+    if len(step.keys) != 1:
+        return ()
+    (space, keys), rows, shared = step.keys[0], step.rows, step.joined or step.folded
+    tiles = rule.of(step.window, keys.length)
+    assert tiles.keys == rule.usual.keys, f"{tiles} and {rule.usual} differ in keys"
+    one = rows.num_problems == 1
+    even = one or bool(rows.step and (shared or keys.step))
+    parts: list[tuple[int, int, int, int, int]] = []
+    if even:
+        key_step, row_step = 0 if shared or one else keys.step, 0 if one else rows.step
+        parts = [(rows.num_problems, int(rows.starts[0]), row_step, int(keys.starts[0]), key_step)]
+    elif rows.num_problems <= MOST_PARTS:
+        pairs = zip(rows.starts, np.broadcast_to(keys.starts, rows.starts.shape), strict=True)
+        parts = [(1, int(row), 0, int(key), 0) for row, key in pairs]
+    if tiles == rule.usual:
+        found = [_in_common(step, space, part, tiles.rows, num_rows) for part in parts]
+        if all(found):
+            return tuple(x[0] for x in found)
+    if not even or step.folded:
+        return ()
+    count, _, _, key, key_step = parts[0]
+    count, length = (1, count * rows.length) if step.joined else (count, rows.length)
+    at = (space, key, key_step, keys.length, step.window)
+    return (_Candidate(count, 0, 0, length, *at, tiles.rows, (step,)),)
+
+
+def _in_common(
+    step: Step, space: KeySpace, part: tuple[int, int, int, int, int], tile: int, num_rows: int
+) -> tuple[_Candidate, ...]:
+    """A launch of the step over rows that all launches share; none if it cuts a tile.
+
+    Rows above a square or wider causal problem see no key of it, so it may begin earlier.
+    """
+    count, row, row_step, key, key_step = part
+    up, stop = row % tile, row + (count - 1) * row_step + step.rows.length
+    blind = step.window == (-1, 0) and step.num_keys <= step.rows.length
+    ends = stop % tile == 0 or stop == num_rows
+    if (up and not blind) or row_step % tile or not ends:
+        return ()
+    if count > 1 and (row + step.rows.length) % tile:
+        return ()
+    length = step.rows.length + up
+    at = (space, key, key_step, step.num_keys, step.window)
+    return (_Candidate(count, row - up, row_step, length, *at, tile),)
+
+
+def _grouped(
+    candidates: list[_Candidate], tile: int
+) -> list[tuple[list[_Candidate], tuple[int, ...], int]]:
+    """Launches of one buffer each, with the starts and the length of its runs.
+
+    One run over all keys, if every launch begins where a tile of it does; else a buffer for each
+    set of first keys.
+    """
+    if not candidates:
+        return []
+    lo = min(min(x.key_starts) for x in candidates)
+    hi = max(max(x.key_starts) + x.num_keys for x in candidates)
+    if all((start - lo) % tile == 0 for x in candidates for start in x.key_starts):
+        return [(candidates, (lo,), hi - lo)]
+    apart: dict[tuple[int, ...], list[_Candidate]] = {}
+    for x in candidates:
+        apart.setdefault(x.key_starts, []).append(x)
+    return [(found, at, max(x.num_keys for x in found)) for at, found in apart.items()]
+
+
+def _placed(x: _Candidate, group: int, starts: tuple[int, ...], padded: int) -> SharedLaunch:
+    """The launch in its group's buffer."""
+    apart = len(starts) > 1
+    offset, offset_step = (0, padded) if apart else (x.key - starts[0], x.key_step)
+    return SharedLaunch(*x[:9], group, offset, offset_step)
