@@ -20,6 +20,16 @@ ALIGNED = 16
 """Bytes: a kernel compiled ahead of its tensors takes their addresses to be multiples of this."""
 
 
+def ceil_div(a: int, b: int) -> int:
+    """ceil(a / b). Triton's own function costs the CPU a fifth of a launch."""
+    return -(-a // b)
+
+
+def padded_size(size: int) -> int:
+    """The smallest power of two that is at least `size` (and 1)."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
 class Resources(NamedTuple):
     """What a program gets; 0 registers a thread: as many as the compiler likes."""
 

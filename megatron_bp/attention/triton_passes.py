@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_bp.attention.triton_launch import Resources, launch
+from megatron_bp.attention.triton_launch import Resources, ceil_div, launch, padded_size
 
 
 @triton.jit
@@ -89,12 +89,12 @@ def merge_rows(
     problems, rows, samples, kv_heads, group, size = part_XQZMGH.shape
     out_at, part_at = out_TZNH.stride(), part_XQZMGH.stride()
     assert out_at[3] == part_at[5] == 1, "head elements must be contiguous"
-    padded = triton.next_power_of_2(size)
+    padded = padded_size(size)
     num_heads = kv_heads * group
-    heads = min(triton.next_power_of_2(num_heads), max(1, 4096 // padded))
+    heads = min(padded_size(num_heads), max(1, 4096 // padded))
     launch(
         _merge_kernel,
-        (problems * rows, samples, triton.cdiv(num_heads, heads)),
+        (problems * rows, samples, ceil_div(num_heads, heads)),
         (out_TZNH, lse_TZN, starts, part_XQZMGH, lse_XQZMG),
         (
             *(rows, num_heads, group, size),
@@ -160,10 +160,10 @@ def add_rows(
     values = _same_strides(values_XQZMW)
     heads, width, to, source = _collapsed(targets_SZMW, values)
     rows, samples = values[0].shape[1:3]
-    block = min(triton.next_power_of_2(width), 2048)
+    block = min(padded_size(width), 2048)
     launch(
         _add_kernel,
-        (len(members) * rows, samples * heads, triton.cdiv(width, block)),
+        (len(members) * rows, samples * heads, ceil_div(width, block)),
         (targets_SZMW[0], targets_SZMW[-1], starts, members, values[0], values[-1]),
         (rows, heads, width, *to, *source),
         (store, len(targets_SZMW) == 2, block),
@@ -245,14 +245,14 @@ def sum_rows(
     problems, length, samples = values[0].shape[:3]
     start, step = spacing
     num_rows = (problems - 1) * step + length
-    block = min(triton.next_power_of_2(width), 1024)
+    block = min(padded_size(width), 1024)
     rows = min(max(4096 // block, 1), 16)
     launch(
         _sum_kernel,
-        (triton.cdiv(num_rows, rows), samples * heads, triton.cdiv(width, block)),
+        (ceil_div(num_rows, rows), samples * heads, ceil_div(width, block)),
         (targets_SZMW[0], targets_SZMW[-1], values[0], values[-1]),
         (start, step, length, problems, num_rows, heads, width, *to, *source),
-        (store, len(targets_SZMW) == 2, triton.cdiv(length, step), rows, block),
+        (store, len(targets_SZMW) == 2, ceil_div(length, step), rows, block),
         Resources(),
     )
 
