@@ -167,16 +167,19 @@ class CleanReduce:
         self.finish_into(local[:, :, 0], local[:, :, 1])
         return local[:, :, 0], local[:, :, 1]
 
-    def finish_into(self, dk_RZMH: Tensor, dv_RZMH: Tensor) -> None:
-        """Like `finish`, written to tensors of any dtype."""
+    def finish_into(self, dk_RZMH: Tensor, dv_RZMH: Tensor, own: tuple[Tensor, ...] = ()) -> None:
+        """Like `finish`, written to tensors of any dtype.
+
+        `own` are gradients [num_rows, Z, M, H] of k and v that did not travel, added on the way.
+        """
         for phase in self._deferred:
             self._start(phase)
         self._deferred.clear()
         parts: list[tuple[int, Tensor]] = []
         exchange = self.exchange
         if exchange.num_shards == 1 or isinstance(exchange, WindowExchange):
-            own = [self.grad_SZ2MH[x.target : x.target + x.length] for x in exchange.own]
-            parts += [(copy.source, part) for copy, part in zip(exchange.own, own, strict=True)]
+            mine = [self.grad_SZ2MH[x.target : x.target + x.length] for x in exchange.own]
+            parts += [(copy.source, part) for copy, part in zip(exchange.own, mine, strict=True)]
         for phase, pending in self._pending.items():
             pending.wait()
             if isinstance(exchange, WindowExchange):
@@ -188,8 +191,12 @@ class CleanReduce:
             dk_RZMH[lo:hi] = 0
             dv_RZMH[lo:hi] = 0
         for row, part in parts:
-            dk_RZMH[row : row + len(part)] = part[:, :, 0]
-            dv_RZMH[row : row + len(part)] = part[:, :, 1]
+            here = slice(row, row + len(part))
+            for i, into in enumerate((dk_RZMH, dv_RZMH)):
+                if own:
+                    torch.add(part[:, :, i], own[i][here], out=into[here])
+                else:
+                    into[here] = part[:, :, i]
 
     def _add_received(self, exchange: WindowExchange, received: Tensor) -> None:
         """Adds what peers sent to this rank's own rows of the buffer."""
