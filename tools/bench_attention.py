@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_bp.attention import bench
 from megatron_bp.attention.contract import Strategy
+from megatron_bp.attention.timing import Clock
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -36,7 +37,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--window", type=int, default=-1, help="tokens; -1 is the shape's own")
     p.add_argument("--run", nargs="+", default=["native/flash4", "flex", "dense/flash4"])
     p.add_argument("--repeats", type=int, default=7)
-    p.add_argument("--graphs", action="store_true", help="time replays of CUDA graphs")
+    p.add_argument("--graphs", action="store_true", help="time replays of CUDA graphs (not flex)")
     p.add_argument("--check", action="store_true", help="errors against fp32 at L 2048, P 2")
     p.add_argument("--profile", action="store_true", help="time of each device kernel")
     p.add_argument("--json", type=Path)
@@ -62,29 +63,44 @@ def cases(args: argparse.Namespace) -> list[tuple[str, bench.Case]]:
     return found
 
 
-def measure(run: str, case: bench.Case, args: argparse.Namespace) -> dict[str, object]:
-    """One line of the table."""
+def measure(name: str, case: bench.Case, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A case's lines of the table: its runs are timed in turn, round by round."""
+    head = {"shape": name, "length": case.length, "rank": case.rank, "views": case.num_views}
     device = torch.device("cuda", torch.cuda.current_device())
-    kind, _, kernel = run.partition("/")
-    clock = bench.Clock(args.repeats, args.graphs)
-    if kind == "flex":
-        return dict(bench.measure_flex(case, device, clock).as_dict())
-    if kind == "dense":
-        return dict(bench.measure_dense(kernel, case, device, clock).as_dict())
-    layer = bench.Layer(case, Strategy(kind), kernel)
-    line: dict[str, object] = dict(bench.measure_layer(layer, device, clock).as_dict())
+    torch.cuda.empty_cache()
+    ready, lines = {}, {}
+    for at, run in enumerate(args.run):
+        try:
+            ready[at] = bench.prepare(run, case, device)
+        except Exception as error:  # one run that fails must not end the others
+            lines[at] = {**head, "run": run, "failed": str(error)[:300]}
+    results = bench.measure(list(ready.values()), Clock(args.repeats), args.graphs)
+    for at, result in zip(ready, results, strict=True):
+        lines[at] = {**head, "run": args.run[at], **result.as_dict()}
+    del ready
+    torch.cuda.empty_cache()
+    for line in lines.values():
+        kind, _, kernel = str(line["run"]).partition("/")
+        if kind in list(Strategy) and "failed" not in line:
+            line |= details(bench.Layer(case, Strategy(kind), kernel), device, args)
+    return [lines[at] for at in range(len(args.run))]
+
+
+def details(layer: bench.Layer, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    """Errors and kernel times, where they were asked for."""
+    found: dict[str, Any] = {}
     if args.check:
-        small = replace(layer, case=replace(case, length=2048, num_ranks=2, rank=1))
-        line["errors"] = bench.errors(small, device, torch.bfloat16)
+        small = replace(layer, case=replace(layer.case, length=2048, num_ranks=2, rank=1))
+        found["errors"] = bench.errors(small, device, torch.bfloat16)
     if args.profile:
-        line["kernels"] = bench.kernel_times(layer, device)
-        line["wire_copies_ms"] = bench.wire_copies_ms(case, device, clock)
-    return line
+        found["kernels"] = bench.kernel_times(layer, device)
+        found["wire_copies_ms"] = bench.wire_copies_ms(layer.case, device, Clock(args.repeats))
+    return found
 
 
-def show(head: dict[str, object], line: dict[str, object]) -> None:
+def show(line: dict[str, Any]) -> None:
     """Print one line of the table, and errors and kernel times where they were asked for."""
-    start = "{shape:24}{length:8}{rank:5} {run:22}".format(**head)
+    start = "{shape:24}{length:8}{rank:5} {run:22}".format(**line)
     if "failed" in line:
         print(f"{start} failed: {line['failed']}", flush=True)
         return
@@ -94,7 +110,7 @@ def show(head: dict[str, object], line: dict[str, object]) -> None:
           f"{f['host_ms']:9.3f}", flush=True)  # fmt: skip
     for key in ("errors", "kernels", "wire_copies_ms"):
         if key in line:
-            print("   ", key, {k: f"{v:.2e}" for k, v in dict(line[key]).items()})  # type: ignore[call-overload]
+            print("   ", key, {k: f"{v:.2e}" for k, v in line[key].items()})
 
 
 def plot(lines: list[dict[str, Any]], path: Path) -> None:
@@ -125,15 +141,9 @@ def main(argv: list[str]) -> None:
     print(f"{'shape':24}{'L':>8}{'rank':>5} {'run':22}{'fwd ms':>9}{'bwd ms':>9}"
           f"{'fwd':>6}{'bwd':>6}{'f+b':>6} TF/s{'GiB':>7}{'host ms':>9}")  # fmt: skip
     for name, case in cases(args):
-        for run in args.run:
-            head = {"shape": name, "length": case.length, "rank": case.rank, "run": run}
-            torch.cuda.empty_cache()
-            try:
-                line = measure(run, case, args)
-            except Exception as error:  # one run that fails must not end the others
-                line = {"failed": str(error)[:300]}
-            lines.append({**head, "views": case.num_views, **line})
-            show(head, line)
+        for line in measure(name, case, args):
+            lines.append(line)
+            show(line)
     if args.json:
         record = {
             "command": shlex.join(["tools/bench_attention.py", *argv]),

@@ -7,10 +7,9 @@ pairs.
 Specified by tests/attention/test_bench.py; the command line is tools/bench_attention.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from megatron_bp.attention.lanes import queue_on
 from megatron_bp.attention.native import NativeRun, Partial, empty_partial
 from megatron_bp.attention.problems import KeyValue, Spaces
 from megatron_bp.attention.schedule import make_schedule
+from megatron_bp.attention.timing import Clock, Run, as_graph, host_ms
 from megatron_bp.comm.clean_kv import pack
 from megatron_bp.layout.decomposition import Phase
 from megatron_bp.layout.exchange import SlabExchange
@@ -96,6 +96,7 @@ class Result(NamedTuple):
     peak_gib: float
     flops_per_pair: int  # 4 * N * H, the forward's
     host_ms: float  # what the CPU needs to start both passes
+    graphs: bool  # times are of replays of a CUDA graph
 
     def as_dict(self) -> dict[str, float | str]:
         """Everything, with TFLOP/s forward, backward and together."""
@@ -200,81 +201,86 @@ class Layer:
         return dq, packed, own
 
 
-@dataclass(frozen=True)
-class Clock:
-    """How often to time, and whether as replays of a CUDA graph, without the launch gaps."""
+class Passes(NamedTuple):
+    """A forward and a backward pass, ready to be timed. `capturable` says: in a CUDA graph too."""
 
-    repeats: int
-    graphs: bool = False
-
-    def median_ms(self, run: Callable[[], object]) -> float:
-        """Median time of `run` between device events, after two warm-up runs."""
-        for _ in range(2):
-            run()
-        if self.graphs:
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                run()
-            run = graph.replay
-            run()
-        times = []
-        for _ in range(self.repeats):
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop))
-        return sorted(times)[self.repeats // 2]
+    name: str
+    case: Case
+    forward: Run
+    backward: Run
+    pairs: int
+    peak_gib: float  # of both passes with their inputs
+    capturable: bool
 
 
-def host_ms(run: Callable[[], object], repeats: int = 3) -> float:
-    """Median time until `run` returns, the device idle before: what the CPU needs to start it."""
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = perf_counter()
-        run()
-        times.append(1e3 * (perf_counter() - start))
-    return sorted(times)[repeats // 2]
+def measure(runs: Sequence[Passes], clock: Clock, graphs: bool = False) -> list[Result]:
+    """Times of several runs, taken in turn; with `graphs` of graphs of those that can be."""
+    as_timed = [as_graph if graphs and x.capturable else lambda run: run for x in runs]
+    forward = clock.medians_ms([f(x.forward) for f, x in zip(as_timed, runs, strict=True)])
+    backward = clock.medians_ms([f(x.backward) for f, x in zip(as_timed, runs, strict=True)])
+    found = []
+    for x, *ms in zip(runs, forward, backward, strict=True):
+
+        def both(x: Passes = x) -> None:
+            x.forward()
+            x.backward()
+
+        per_pair = 4 * x.case.shape.heads * x.case.shape.head_size
+        graph = graphs and x.capturable
+        host = host_ms(both)
+        found.append(Result(x.name, ms[0], ms[1], x.pairs, x.peak_gib, per_pair, host, graph))
+    return found
 
 
-def measure_layer(layer: Layer, device: torch.device, clock: Clock) -> Result:
+def _passes(
+    name: str,
+    case: Case,
+    prepare: Callable[[], tuple[Run, Run]],
+    pairs: int,
+    capturable: bool = True,
+) -> Passes:
+    """Runs both passes once, for the peak of memory above what was there before."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    forward, backward = prepare()
+    forward()
+    backward()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return Passes(name, case, forward, backward, pairs, peak, capturable)
+
+
+def layer_passes(layer: Layer, device: torch.device) -> Passes:
     """One strategy and kernel on random bf16 inputs."""
-    x = random_inputs(layer.case, device, torch.bfloat16)
-    torch.cuda.reset_peak_memory_stats(device)
-    forward = clock.median_ms(lambda: layer.forward(x))
-    partial = layer.forward(x)
-    backward = clock.median_ms(lambda: layer.backward(x, partial))
-    host = host_ms(lambda: layer.backward(x, layer.forward(x)))
-    name = f"{layer.strategy}/{layer.kernel}"
-    pairs = layer.case.plan.visibility.num_pairs
-    return _result(name, layer.case, (forward, backward, host), pairs)
+
+    def prepare() -> tuple[Run, Run]:
+        x = random_inputs(layer.case, device, torch.bfloat16)
+        partial = layer.forward(x)
+        return lambda: layer.forward(x), lambda: layer.backward(x, partial)
+
+    name, pairs = f"{layer.strategy}/{layer.kernel}", layer.case.plan.visibility.num_pairs
+    return _passes(name, layer.case, prepare, pairs)
 
 
-def measure_flex(case: Case, device: torch.device, clock: Clock) -> Result:
+def flex_passes(case: Case, device: torch.device) -> Passes:
     """FlexAttention as a model would use it: compiled, exact block lists, autograd backward."""
     from megatron_bp.attention.kernels.flex import attend
 
-    x = random_inputs(case, device, torch.bfloat16)
-    mask = interval_mask(case.plan, 0, device)
-    k, v = (torch.cat([clean, own]).transpose(0, 1) for clean, own in zip(*x.keys, strict=True))
-    q, k, v = (t.contiguous().requires_grad_() for t in (x.q.transpose(0, 1), k, v))
-    dout, scale = x.dout.transpose(0, 1), case.shape.head_size**-0.5
-    torch.cuda.reset_peak_memory_stats(device)
-    forward = clock.median_ms(lambda: attend(q, k, v, mask, scale))
-    out, _ = attend(q, k, v, mask, scale)
-    backward = clock.median_ms(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+    def prepare() -> tuple[Run, Run]:
+        x = random_inputs(case, device, torch.bfloat16)
+        mask = interval_mask(case.plan, 0, device)
+        k, v = (torch.cat([clean, own]).transpose(0, 1) for clean, own in zip(*x.keys, strict=True))
+        q, k, v = (t.contiguous().requires_grad_() for t in (x.q.transpose(0, 1), k, v))
+        dout, scale = x.dout.transpose(0, 1), case.shape.head_size**-0.5
+        out, _ = attend(q, k, v, mask, scale)
+        return (
+            lambda: attend(q, k, v, mask, scale),
+            lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True),
+        )
 
-    def both() -> None:
-        torch.autograd.grad(attend(q, k, v, mask, scale)[0], (q, k, v), dout)
-
-    pairs = case.plan.visibility.num_pairs
-    return _result("flex", case, (forward, backward, host_ms(both)), pairs)
+    return _passes("flex", case, prepare, case.plan.visibility.num_pairs, capturable=False)
 
 
-def measure_dense(kernel_name: str, case: Case, device: torch.device, clock: Clock) -> Result:
+def dense_passes(kernel_name: str, case: Case, device: torch.device) -> Passes:
     """The ceiling: one dense causal (or windowed) launch with about as many pairs."""
     kernel, shape = load_kernel(kernel_name), case.shape
     assert isinstance(kernel, NativeKernel)
@@ -283,28 +289,31 @@ def measure_dense(kernel_name: str, case: Case, device: torch.device, clock: Clo
     rows = max(rows // 256, 1) * 256
     pairs = rows * window - window * (window - 1) // 2 if window else rows * (rows + 1) // 2
 
-    def draw(heads: int) -> Tensor:
-        size = (1, rows, heads, shape.head_size)
-        return torch.randn(size, device=device).to(torch.bfloat16)
+    def prepare() -> tuple[Run, Run]:
+        def draw(heads: int) -> Tensor:
+            size = (1, rows, heads, shape.head_size)
+            return torch.randn(size, device=device).to(torch.bfloat16)
 
-    q, k, v, dout = draw(shape.heads), draw(shape.kv_heads), draw(shape.kv_heads), draw(shape.heads)
-    at, scale = Window(window - 1, 0), shape.head_size**-0.5
-    torch.cuda.reset_peak_memory_stats(device)
-    forward = clock.median_ms(lambda: kernel.forward(q, k, v, at, scale))
-    saved = Saved(q, k, v, *kernel.forward(q, k, v, at, scale))
-    backward = clock.median_ms(lambda: kernel.backward(dout, saved, at, scale))
+        q, dout = draw(shape.heads), draw(shape.heads)
+        k, v = draw(shape.kv_heads), draw(shape.kv_heads)
+        at, scale = Window(window - 1, 0), shape.head_size**-0.5
+        saved = Saved(q, k, v, *kernel.forward(q, k, v, at, scale))
+        return (
+            lambda: kernel.forward(q, k, v, at, scale),
+            lambda: kernel.backward(dout, saved, at, scale),
+        )
 
-    def both() -> None:
-        kernel.backward(dout, Saved(q, k, v, *kernel.forward(q, k, v, at, scale)), at, scale)
-
-    return _result(f"dense/{kernel_name}", case, (forward, backward, host_ms(both)), pairs)
+    return _passes(f"dense/{kernel_name}", case, prepare, pairs)
 
 
-def _result(name: str, case: Case, times: tuple[float, float, float], pairs: int) -> Result:
-    """Of forward, backward and host milliseconds."""
-    forward, backward, host = times
-    peak, work = torch.cuda.max_memory_allocated() / 2**30, 4 * case.shape.heads
-    return Result(name, forward, backward, pairs, peak, work * case.shape.head_size, host)
+def prepare(run: str, case: Case, device: torch.device) -> Passes:
+    """The passes of "flex", "dense/KERNEL" (the ceiling) or "STRATEGY/KERNEL"."""
+    kind, _, kernel = run.partition("/")
+    if kind == "flex":
+        return flex_passes(case, device)
+    if kind == "dense":
+        return dense_passes(kernel, case, device)
+    return layer_passes(Layer(case, Strategy(kind), kernel), device)
 
 
 def errors(layer: Layer, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -351,14 +360,14 @@ def wire_copies_ms(case: Case, device: torch.device, clock: Clock) -> dict[str, 
     clean = case.plan.rows.num_clean
     k, v = x.packed[:clean, :, 0].contiguous(), x.packed[:clean, :, 1].contiguous()
     mine = torch.empty_like(x.packed[:clean])
-    times = {"pack": clock.median_ms(lambda: pack(k, v, mine))}
+    runs: dict[str, Run] = {"pack": lambda: pack(k, v, mine)}
     if isinstance(exchange, SlabExchange):
         copies = exchange.slabs[1].copies
         beside = x.packed[: exchange.num_shards * exchange.slabs[1].length].clone()
         to = [x.packed[c.target : c.target + c.length] for c in copies]
         source = [beside[c.source : c.source + c.length] for c in copies]
-        times["slab"] = clock.median_ms(lambda: torch._foreach_copy_(to, source))
-    return times
+        runs["slab"] = lambda: torch._foreach_copy_(to, source)
+    return dict(zip(runs, clock.medians_ms(list(runs.values())), strict=True))
 
 
 def versions() -> dict[str, str]:

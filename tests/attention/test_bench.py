@@ -32,7 +32,7 @@ def test_errors_show_a_wrong_scale() -> None:
 
 
 def test_tflops_count_allowed_pairs_only() -> None:
-    result = bench.Result("x", 2.0, 5.0, 10**9, 0.0, 4 * 4 * 8, 1.0).as_dict()
+    result = bench.Result("x", 2.0, 5.0, 10**9, 0.0, 4 * 4 * 8, 1.0, False).as_dict()
     assert result["forward_tflops"] == pytest.approx(4 * 4 * 8 * 1e9 / 2e-3 / 1e12)
     assert result["backward_tflops"] == pytest.approx(2.5 * 4 * 4 * 8 * 1e9 / 5e-3 / 1e12)
 
