@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,12 @@ def train_te_jobs(folder: Path, stand_in: bool) -> Logged:
 
 def train_context_jobs(folder: Path, stand_in: bool) -> Logged:
     """Returns what block-diffusion training logs on one rank, and on two that share samples."""
-    for num_ranks in (1, 2):
+
+    def job(num_ranks: int) -> None:
         run_distributed(_context_job, num_ranks, str(folder), stand_in, timeout=200.0)
+
+    with ThreadPoolExecutor() as pool:  # most of the time goes into starting
+        list(pool.map(job, (1, 2)))
     return {name: read_scalars(folder / name) for name in ("one", "csbp")}
 
 
@@ -57,7 +62,7 @@ def bits(steps: list[dict[str, float]]) -> list[tuple[float, float]]:
     return [(step.get("bdlm loss", step.get("lm loss", 0.0)), step["grad-norm"]) for step in steps]
 
 
-def _prepare(rank: int, num_ranks: int, folder: str, stand_in: bool) -> list[str]:
+def prepare(rank: int, num_ranks: int, folder: str, stand_in: bool) -> list[str]:
     """Makes this process able to run the jobs; returns their common flags."""
     if stand_in:
         from tests.mcore import te_stand_in
@@ -86,7 +91,7 @@ def _prepare(rank: int, num_ranks: int, folder: str, stand_in: bool) -> list[str
 
 
 def _context_job(rank: int, num_ranks: int, folder: str, stand_in: bool) -> None:
-    given = [*_prepare(rank, num_ranks, folder, stand_in), *DIFFUSION]
+    given = [*prepare(rank, num_ranks, folder, stand_in), *DIFFUSION]
     given += [] if stand_in else ON_GPU
     name = "one"
     if num_ranks > 1:
@@ -98,7 +103,7 @@ def _context_job(rank: int, num_ranks: int, folder: str, stand_in: bool) -> None
 
 
 def _jobs(rank: int, num_ranks: int, folder: str, stand_in: bool) -> None:
-    here = _prepare(rank, num_ranks, folder, stand_in)
+    here = prepare(rank, num_ranks, folder, stand_in)
     from megatron_bp import launch
 
     def run(name: str, given: list[str], how: Any) -> None:

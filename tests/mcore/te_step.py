@@ -7,6 +7,7 @@ Used with the stand-in on the CPU (test_te_attention.py) and with Transformer En
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -42,11 +43,14 @@ class Answer:
     loss: float
     grads: dict[str, Tensor]
     num_fp8_layers: int = 0
+    num_attention_runs: int = 0  # forward, of parts of a layer's attention
 
 
 @dataclass(frozen=True)
 class Step:
     """How a step is computed: an attention kernel by name, a dtype, and Megatron's fp8 recipe.
+
+    `recompute`: every layer runs again in backward, except its attention.
 
     On a GPU problems of up to 256 keys go to the small-problem kernel, whatever kernel is named:
     `length` (tokens) must be longer there.
@@ -57,6 +61,7 @@ class Step:
     length: int
     fp8_recipe: str = "none"
     next_token: bool = False
+    recompute: bool = False
 
 
 def reference_step(rank: int, num_ranks: int, length: int) -> Answer:
@@ -107,10 +112,11 @@ def run_steps(rank: int, num_ranks: int, steps: list[Step], stand_in: bool) -> l
     return answers
 
 
-def step_and_reference(rank: int, num_ranks: int, step: Step) -> tuple[Answer | str, Answer]:
+def steps_and_reference(
+    rank: int, num_ranks: int, steps: list[Step]
+) -> tuple[list[Answer | str], Answer]:
     """The answers of the production path over the stand-in, and by plain formulas."""
-    (answer,) = run_steps(rank, num_ranks, [step], True)
-    return answer, reference_step(rank, num_ranks, step.length)
+    return run_steps(rank, num_ranks, steps, True), reference_step(rank, num_ranks, steps[0].length)
 
 
 def differences(got: Answer, wanted: Answer) -> dict[str, float]:
@@ -142,7 +148,13 @@ def _model(step: Step) -> Any:
     from megatron_bp.mcore.te_attention import TEBlockParallelAttention
 
     fp8 = step.fp8_recipe != "none"
-    changes = {"fp8": "hybrid", "fp8_recipe": step.fp8_recipe} if fp8 else {}
+    changes: dict[str, Any] = {"fp8": "hybrid", "fp8_recipe": step.fp8_recipe} if fp8 else {}
+    if step.recompute:
+        changes |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     bf16 = step.dtype == torch.bfloat16
     config = _config(_problem(step.dtype, step.length), Layout(), bf16=bf16, **changes)
     stock_spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=True)
@@ -181,10 +193,29 @@ def _step(step: Step) -> Answer:
     if step.fp8_recipe == "delayed":  # its scales come from the steps before
         _loss(ddp, step)
         ddp.zero_grad_buffer()
-    loss = _loss(ddp, step)
+    with _counted_runs() as runs:
+        loss = _loss(ddp, step)
     grads = {local: ours[name].main_grad.double().cpu() for local, name in names.items()}
     count = sum(bool(getattr(m, "fp8_initialized", False)) for m in model.modules())
-    return Answer(loss, grads, count)
+    return Answer(loss, grads, count, len(runs))
+
+
+@contextlib.contextmanager
+def _counted_runs() -> Iterator[list[None]]:
+    """Gains an item whenever a part of a layer's attention is computed forward."""
+    from megatron_bp.attention.native import NativeRun
+
+    stock, runs = NativeRun.forward, list[None]()
+
+    def forward(*args: Any, **named: Any) -> Any:
+        runs.append(None)
+        return stock(*args, **named)
+
+    NativeRun.forward = forward  # type: ignore[method-assign]
+    try:
+        yield runs
+    finally:
+        NativeRun.forward = stock  # type: ignore[method-assign]
 
 
 def _loss(ddp: Any, step: Step) -> float:
@@ -207,6 +238,7 @@ def _diffusion_loss(ddp: Any, step: Step) -> float:
         clean_rule=problem.clean_rule,
         document_positions="run_on",
         bp_attention_kernel=step.kernel,
+        bp_recompute_attention="keep" if step.recompute else "auto",
     )
     given = {
         "seq_length": step.length,

@@ -29,6 +29,9 @@ STEPS = {
     "native/flash4": Step("flash4", BF16, LENGTH),
     "fp8 tensorwise": Step("te", BF16, LENGTH, "tensorwise"),
     "fp8 delayed": Step("te", BF16, LENGTH, "delayed"),
+    "recompute": Step("te", BF16, LENGTH, recompute=True),
+    "recompute fp8 tensorwise": Step("te", BF16, LENGTH, "tensorwise", recompute=True),
+    "recompute fp8 delayed": Step("te", BF16, LENGTH, "delayed", recompute=True),
     "next token": Step("te", BF16, LENGTH, next_token=True),
     "next token fp8 tensorwise": Step("te", BF16, LENGTH, "tensorwise", next_token=True),
     "next token fp8 delayed": Step("te", BF16, LENGTH, "delayed", next_token=True),
@@ -48,6 +51,7 @@ def errors_of(names: list[str]) -> dict[str, Any]:
         wanted = found["next token"] if name.startswith("next token") else reference.result()[0]
         report[name] = answer if isinstance(answer, str) else differences(answer, wanted)
         report[f"{name}: fp8 layers"] = getattr(answer, "num_fp8_layers", -1)
+        report[f"{name}: attention runs"] = getattr(answer, "num_attention_runs", -1)
     show({name: summary(value) for name, value in report.items()})
     return report
 
@@ -105,6 +109,17 @@ def test_an_fp8_step_differs_by_what_fp8_linears_cost_stock_training(
     noise = summary(stock)[1:]
     assert summary(fp8)[1] <= 3 * noise[0]
     assert summary(fp8)[2] <= 3 * noise[1]
+
+
+@pytest.mark.parametrize("name", ["native/te", "fp8 tensorwise", "fp8 delayed"])
+def test_layers_that_run_twice_with_kept_attention_are_as_close(
+    errors: dict[str, Any], name: str
+) -> None:
+    twice = "recompute" if name == "native/te" else f"recompute {name}"
+    assert errors[f"{twice}: fp8 layers"] == errors[f"{name}: fp8 layers"]
+    assert errors[f"{twice}: attention runs"] == errors[f"{name}: attention runs"] > 0
+    for one, two in zip(summary(errors[name]), summary(errors[twice]), strict=True):
+        assert two <= 1.2 * one + 1e-3
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,18 @@ import torch
 
 from tests.distributed import run_distributed
 from tests.mcore.te_runs import Logged, bits, train_te_jobs
-from tests.mcore.te_step import Step, differences, step_and_reference
+from tests.mcore.te_step import Step, differences, steps_and_reference
 
 
 def test_loss_and_gradients_are_those_of_the_dense_reference() -> None:
-    step = Step("dense", torch.float64, 128)
-    got, wanted = run_distributed(step_and_reference, 1, step)[0]
-    errors = differences(got, wanted)
-    assert max(errors.values()) < 1e-10, errors
-    assert len(errors) > 15
+    """Also if layers run twice, with their attention kept."""
+    steps = [Step("dense", torch.float64, 128, recompute=twice) for twice in (False, True)]
+    answers, wanted = run_distributed(steps_and_reference, 1, steps)[0]
+    for answer in answers:
+        errors = differences(answer, wanted)
+        assert max(errors.values()) < 1e-10, errors
+        assert len(errors) > 15
+    assert answers[0].num_attention_runs == answers[1].num_attention_runs > 0
 
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="it is installed")
