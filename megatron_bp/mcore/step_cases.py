@@ -112,6 +112,7 @@ RECIPES = {
     "ours-unpruned": Recipe((*KEEP, *NO_PRUNE)),
     "keep-keys": Recipe((*KEEP, "--bp-clean-kv", "keep")),
     "no-recompute": Recipe(()),
+    "regather": Recipe(("--bp-clean-kv", "regather")),
     "recompute-all": Recipe(RERUN),
     "flex": Recipe((*RERUN, *NO_PRUNE), flex=True),
     "flex-pruned": Recipe(RERUN, flex=True),
@@ -295,7 +296,8 @@ class Job:
             ),
             policy=Policy(
                 recompute=recompute,
-                keep_gathered="--bp-clean-kv" in flags or recompute is Recompute.NONE,
+                keep_gathered="regather" not in flags
+                and ("--bp-clean-kv" in flags or recompute is Recompute.NONE),
                 prune_last_layer=NO_PRUNE[0] not in flags,
                 shard_optimizer="--use-distributed-optimizer" in self.extra,
                 overlap_data_parallel="--overlap-grad-reduce" in self.extra,

@@ -84,10 +84,13 @@ def test_the_planner_sees_the_mode_that_runs(mode: str, kind: RunMode) -> None:
 
 def test_the_planner_sees_what_is_kept() -> None:
     job = Job(SHAPES["tiny"], 4096, 32, "standard")
-    kept = {name: job.run(Case("one", name), 0.5).policy.recompute for name in RECIPES}
+    policies = {name: job.run(Case("one", name), 0.5).policy for name in RECIPES}
+    kept = {name: policy.recompute for name, policy in policies.items()}
     assert kept["ours"] is Recompute.FULL_KEEP_ATTENTION
     assert kept["recompute-all"] is kept["flex"] is Recompute.FULL
-    assert kept["no-recompute"] is kept["flex-no-recompute"] is Recompute.NONE
+    assert kept["no-recompute"] is kept["regather"] is kept["flex-no-recompute"] is Recompute.NONE
+    keys = {name for name, policy in policies.items() if policy.keep_gathered}
+    assert keys == {"keep-keys", "no-recompute", "flex-no-recompute"}
 
 
 def test_layers_of_several_kinds_are_refused() -> None:
