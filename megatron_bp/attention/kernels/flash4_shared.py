@@ -183,7 +183,7 @@ class Flash4Rows:
             maybe_contiguous(saved.out),
             self._dout,
             self._row_sum,
-            saved.lse,
+            maybe_contiguous(saved.lse),
             self._lse,
             self._dq,
             None,
