@@ -1,8 +1,9 @@
 """Context-sharded block-parallel attention: one autograd function for all modes and kernels.
 
 Owns the order of things: local launches run while the early slab travels, launches on the early
-slab while the late one does; backward reduces both slabs when nothing adds to them any more. Knows
-no mask (layout/), no wire format (comm/) and no kernel.
+slab while the late one does; backward reduces both slabs when nothing adds to them any more, and
+meanwhile runs the launches whose key gradients stay on this rank. Knows no mask (layout/), no wire
+format (comm/) and no kernel.
 Letters: T local rows, Z samples, N query heads, M key/value heads, H head size, S key rows.
 Specified by tests/attention/test_block_parallel.py.
 """
@@ -27,11 +28,12 @@ from megatron_bp.attention.interval import IntervalRun, interval_mask
 from megatron_bp.attention.keeping import ALONE, Slot
 from megatron_bp.attention.lanes import queue_on
 from megatron_bp.attention.native import NativeRun, Partial, empty_partial
-from megatron_bp.attention.problems import KeyValue
-from megatron_bp.attention.schedule import Schedule, make_schedule
+from megatron_bp.attention.own_last import own_last
+from megatron_bp.attention.problems import KeyValue, Spaces
+from megatron_bp.attention.schedule import Pass, Schedule, make_schedule
 from megatron_bp.comm.clean_kv import CleanGather, CleanReduce
 from megatron_bp.comm.groups import BlockGroups
-from megatron_bp.layout.decomposition import Phase
+from megatron_bp.layout.decomposition import KeySpace, Phase
 from megatron_bp.layout.plan import RankPlan
 
 
@@ -134,6 +136,12 @@ class _Call:
     def schedule(self) -> Schedule:
         return make_schedule(self.plan, self.options.corrupted_only, self.kernel.caps.cut)
 
+    @property
+    def backward(self) -> Pass:
+        todo = self.schedule.backward
+        interval = self.options.strategy is Strategy.INTERVAL
+        return todo if interval else own_last(self.plan, todo)
+
     def native(self) -> NativeRun:
         kernel, beside = cast(NativeKernel, self.kernel), self.plan.request.window > 0
         return NativeRun(kernel, self.options.softmax_scale, beside)
@@ -176,24 +184,36 @@ class _BlockParallelAttention(torch.autograd.Function):
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         dq[: call.first_row] = 0
         down = _own_grad_buffers(own.k, (dk[clean:], dv[clean:]), call)
-        saved = (q[call.first_row :], (_split(packed), own), Partial(out, lse))
-        grads = (dq[call.first_row :], (_split(dpacked), down))
-        todo = call.schedule.backward
+        todo, shard = call.backward, tuple[Tensor, ...]()
+        keys: Spaces = (_split(packed), own)
+        sums: Spaces = (_split(dpacked), down)
+        if KeySpace.SHARD in todo.num_keys:
+            size = (clean, *dpacked.shape[1:2], *dpacked.shape[3:])
+            shard = dpacked.new_empty(size), dpacked.new_empty(size)
+            keys, sums = (*keys, _alike(k[:clean], v[:clean])), (*sums, KeyValue(*shard))
+        saved = (q[call.first_row :], keys, Partial(out, lse))
+        grads = (dq[call.first_row :], sums)
+
+        def send() -> None:
+            # Not the late slab by itself: the rank with the last chunk computes on it until nearly
+            # the end, and meanwhile a waiting reduction would take multiprocessors from the other
+            # ranks' launches (two H200s: 6 % of backward, docs/bench/nccl.md).
+            for slab in (Phase.LATE, Phase.EARLY):
+                reduce.start(slab)
+
         if call.options.strategy is Strategy.INTERVAL:
             call.interval(q.device).backward(dout, saved, grads)
+            send()
         else:
-            todo = call.native().begin_backward(todo, dout, saved, grads)
-        for phase in reversed(Phase):
-            if call.options.strategy is Strategy.NATIVE:
-                call.native().backward(todo.steps[phase], dout, saved, grads)
-            if phase is Phase.EARLY:
-                # Not the late slab by itself: the rank with the last chunk computes on it until
-                # nearly the end, and meanwhile a waiting reduction would take multiprocessors from
-                # the other ranks' launches (two H200s: 6 % of backward, docs/bench/nccl.md).
-                for slab in (Phase.LATE, Phase.EARLY):
-                    reduce.start(slab)
+            run = call.native()
+            todo = run.begin_backward(todo, dout, saved, grads, send)
+            remote = (*todo.steps[Phase.LATE], *todo.steps[Phase.EARLY])
+            if remote:
+                run.backward(remote, dout, saved, grads)
+                send()
+            run.backward(todo.steps[Phase.LOCAL], dout, saved, grads)
         _reduce_own_grads(down, (dk[clean:], dv[clean:]), call, wire)
-        reduce.finish_into(dk[:clean], dv[:clean])
+        reduce.finish_into(dk[:clean], dv[:clean], shard)
         return dq, dk, dv, None
 
 
@@ -267,12 +287,17 @@ def _own_keys(k: Tensor, v: Tensor, call: _Call, gathers: Sequence[CleanGather])
     """Corrupted keys: what `gathers` bring, or else the local ones."""
     if not gathers:
         k, v = k[call.plan.rows.num_clean :], v[call.plan.rows.num_clean :]
-        alike = k.stride() == v.stride() and k.stride(-1) == 1
-        return KeyValue(k, v) if alike else KeyValue(k.contiguous(), v.contiguous())
+        return _alike(k, v)
     for gather in gathers:
         gather.wait(Phase.LATE)
     buffers = [gather.buffer_SZ2MH for gather in gathers]
     return _split(torch.cat(buffers) if len(buffers) > 1 else buffers[0])
+
+
+def _alike(k: Tensor, v: Tensor) -> KeyValue:
+    """Keys and values with the same strides."""
+    alike = k.stride() == v.stride() and k.stride(-1) == 1
+    return KeyValue(k, v) if alike else KeyValue(k.contiguous(), v.contiguous())
 
 
 def _own_grad_buffers(own_k: Tensor, local: tuple[Tensor, Tensor], call: _Call) -> KeyValue:

@@ -17,20 +17,12 @@ from torch import Tensor
 
 from megatron_bp.attention.contract import NativeKernel, Saved, WritingKernel, lse_dtype
 from megatron_bp.attention.lanes import Finish, Queue, queue_on
-from megatron_bp.attention.passes import add_rows, merge_rows, read_rows
-from megatron_bp.attention.problems import KeyValue, Problems, Spaces, add_pieces
+from megatron_bp.attention.passes import add_rows, merge_rows
+from megatron_bp.attention.problems import Problems, Spaces
 from megatron_bp.attention.schedule import Pass, Runs, Step
-from megatron_bp.attention.sharing import (
-    RowGroup,
-    Shared,
-    SharedBackward,
-    SharedLaunch,
-    SharedRows,
-    SharingKernel,
-    TileRule,
-    share,
-)
-from megatron_bp.layout.decomposition import KeySpace
+from megatron_bp.attention.shared_run import SharedRun
+from megatron_bp.attention.sharing import Shared, SharingKernel, TileRule, share
+from megatron_bp.layout.decomposition import KeySpace, Phase
 
 
 class Partial(NamedTuple):
@@ -55,56 +47,8 @@ def empty_partial(like_TZNH: Tensor, todo: Pass) -> Partial:
     return Partial(out, lse)
 
 
-def _run_rows(
-    work: SharedBackward,
-    group: RowGroup,
-    dout_TZNH: Tensor,
-    saved: tuple[Tensor, Spaces, Partial],
-    dq_TZNH: Tensor,
-    queue: Queue,
-) -> None:
-    """Runs a row group's launches and writes or adds its query gradients."""
-    q, keys, partial = saved
-    if not group.own:
-        q, out, dout = (x.transpose(0, 1) for x in (q, partial.out, dout_TZNH))
-        local = Saved(q, q, q, out, partial.lse.permute(1, 2, 0))
-        rows = work.rows(dout, local, group.tile)
-        for launch in group.launches:
-            pairs = launch.num_problems * launch.num_rows * launch.num_keys
-            queue.run(partial_call(_launch, rows, launch, keys[launch.space]), pairs)
-        queue.drain()
-        rows.write(dq_TZNH.transpose(0, 1))
-        return
-    at = Problems(group.own[0], keys[0].k.shape[2])
-    own_q = at.query(q)
-    local = Saved(own_q, own_q, own_q, at.query(partial.out), at.lse(partial.lse))
-    rows = work.rows(at.query(dout_TZNH), local, group.tile)
-    for launch in group.launches:
-        _launch(rows, launch, keys[launch.space])
-    if at.kernel_may_write(q.shape[1]):
-        rows.write(at.query(dq_TZNH))
-        return
-    part = torch.empty(own_q.shape, dtype=q.dtype, device=q.device)
-    rows.write(part)
-    at.add_query(dq_TZNH, part)
-
-
-def _launch(rows: SharedRows, launch: SharedLaunch, keys: KeyValue) -> Finish:
-    rows.launch(launch, *keys)
-    return _nothing
-
-
-def _write_group(
-    work: SharedBackward, group: int, runs: Runs, into: KeyValue, dtype: torch.dtype
-) -> None:
-    """Writes or adds a key group's gradients."""
-    if runs.store and runs.writable and into.k.dtype == dtype:
-        work.write_keys(group, read_rows(into.k, runs), read_rows(into.v, runs))
-        return
-    shape = (runs.num_problems, runs.length, *into.k.shape[1:])
-    dk, dv = (torch.empty(shape, dtype=dtype, device=into.k.device) for _ in range(2))
-    work.write_keys(group, dk, dv)
-    add_pieces(into, runs, dk, dv)
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -149,7 +93,7 @@ class NativeRun:
 
         todo = _small_problems(step, q.device)
         into = (partial.out, partial.lse)
-        small.forward_into(q, small.Keys(*keys), todo, self.scale, into, store=step.rows.store)
+        small.forward_into(q, _near(step, keys), todo, self.scale, into, store=step.rows.store)
         return _nothing
 
     def begin_backward(
@@ -158,26 +102,27 @@ class NativeRun:
         dout_TZNH: Tensor,
         saved: tuple[Tensor, Spaces, Partial],
         grads: tuple[Tensor, Spaces],
+        clean_done: Finish = _nothing,
     ) -> Pass:
         """Zeroes what no launch stores and runs launches that share accumulators; returns the rest.
 
-        `grads` may be unwritten. The rest of the pass adds to it.
+        `grads` may be unwritten. The rest of the pass adds to it. If its steps in phases EARLY and
+        LATE are none, `clean_done` is called once nothing will add to the clean buffer any more.
         """
         q, keys = saved[:2]
         kernel, size = self.kernel, q.shape[3]
-        queries_per_key = q.shape[2] // keys[0].k.shape[2]
-        if not isinstance(kernel, SharingKernel) or not kernel.shares(size, queries_per_key):
-            _clear_gaps(todo, grads)
-            return todo
-        shared = _shared(todo, kernel.tiles(size), size, _runs_small(q))
+        queries_per_key, shared = q.shape[2] // keys[0].k.shape[2], Shared((), (), todo)
+        if isinstance(kernel, SharingKernel) and kernel.shares(size, queries_per_key):
+            shared = _shared(todo, kernel.tiles(size), size, _runs_small(q))
         _clear_gaps(shared.rest, grads)
-        if shared.rows:
-            work = kernel.share(keys[0].k, queries_per_key, shared.keys, self.scale)
+        steps = shared.rest.steps
+        done = _nothing if steps[Phase.EARLY] or steps[Phase.LATE] else clean_done
+        if shared.rows and isinstance(kernel, SharingKernel):
+            sums = kernel.share(keys[0].k, queries_per_key, shared.keys, self.scale)
             queue = queue_on(q.device, self.beside)
-            for rows in shared.rows:
-                _run_rows(work, rows, dout_TZNH, saved, grads[0], queue)
-            for i, group in enumerate(shared.keys):
-                _write_group(work, i, group.runs, grads[1][group.space], q.dtype)
+            SharedRun(shared, sums, queue, dout_TZNH, saved, grads).run(done)
+        else:
+            done()
         return shared.rest
 
     def backward(
@@ -240,17 +185,17 @@ class NativeRun:
         stores = small.Stores(step.rows.store, _stores(clean), _stores(own), _apart(clean))
         left = small.backward_into(
             small.Rows(q, partial.out, partial.lse, dout_TZNH),
-            small.Keys(*keys),
+            _near(step, keys),
             _small_problems(step, q.device),
             self.scale,
-            (dq, small.Keys(*dkeys)),
+            (dq, _near(step, dkeys)),
             stores,
         )
 
         def finish() -> None:
             for runs, values in zip((clean, far), left, strict=True):
                 for run in runs if values[0].shape[1] else ():
-                    add_rows(tuple(dkeys[KeySpace.CLEAN]), run, values)
+                    add_rows(_near(step, dkeys).clean, run, values)
 
         return finish
 
@@ -260,9 +205,18 @@ SmallRuns = tuple[tuple[Runs, ...], tuple[Runs, ...], tuple[Runs, ...]]
 
 def _small_runs(step: Step) -> SmallRuns:
     """The clean run, the own run and the far end of a step's problems; empty where absent."""
-    clean = tuple(runs for space, runs in step.keys if space is KeySpace.CLEAN)
+    clean = tuple(runs for space, runs in step.keys if space is not KeySpace.OWN)
     own = tuple(runs for space, runs in step.keys if space is KeySpace.OWN)
     return clean, own, tuple(runs for far in step.far for _, runs in far.keys)
+
+
+def _near(step: Step, spaces: Spaces) -> Any:
+    """The clean buffer, or instead this rank's shard, as a step reads it, and the own one."""
+    from megatron_bp.attention import triton_small as small
+
+    in_shard = any(space is KeySpace.SHARD for space, _ in step.keys)
+    clean = spaces[KeySpace.SHARD if in_shard else KeySpace.CLEAN]
+    return small.Keys(tuple(clean), tuple(spaces[KeySpace.OWN]))  # type: ignore[arg-type]
 
 
 def _stores(runs: tuple[Runs, ...]) -> bool:
@@ -272,10 +226,6 @@ def _stores(runs: tuple[Runs, ...]) -> bool:
 def _apart(runs: tuple[Runs, ...]) -> bool:
     """Whether no two problems have the same rows, so that a kernel may add to them."""
     return all(len(x.rounds) == 1 and not x.pieces for x in runs)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _one_by_one(steps: Iterable[Step], q_TZNH: Tensor) -> Iterable[Step]:
@@ -331,7 +281,7 @@ def _clear_gaps(todo: Pass, grads: tuple[Tensor, Spaces]) -> None:
     dq, spaces = grads
     for lo, hi in todo.row_gaps:
         dq[lo:hi] = 0
-    for space in KeySpace:
-        for lo, hi in todo.key_gaps[space]:
+    for space, gaps in todo.key_gaps.items():
+        for lo, hi in gaps:
             for tensor in spaces[space]:
                 tensor[lo:hi] = 0

@@ -80,21 +80,33 @@ class KeyGroup:
 class RowGroup:
     """Launches whose query gradients share a buffer, in tiles of `tile` rows.
 
-    `own` holds the step if it is a single one with rows of its own; else they are all local rows.
+    `own` holds the step if it is a single one with rows of its own; else they are all local rows,
+    which no group before touched if it may `store`.
     """
 
     tile: int
     launches: tuple[SharedLaunch, ...]
     own: tuple[Step, ...] = ()
+    store: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class Shared:
-    """What can share accumulators, and the rest of the pass, to be run after it."""
+    """What can share accumulators, and the rest of the pass, to be run after it.
+
+    `rows` are in the order in which they write query gradients.
+    """
 
     rows: tuple[RowGroup, ...]
     keys: tuple[KeyGroup, ...]
     rest: Pass
+
+    def ends_first(self, space: KeySpace) -> bool:
+        """Whether launches at keys of a space are in the first part of the pass.
+
+        Those at the clean buffer are, and if none are at the shard, all.
+        """
+        return space is KeySpace.CLEAN or all(x.space is not KeySpace.SHARD for x in self.keys)
 
 
 class SharedRows(Protocol):
@@ -188,16 +200,29 @@ def share(todo: Pass, rule: TileRule, stays: Callable[[Step], bool]) -> Shared:
             runs = books[space].write(np.array(starts), length, in_pieces=True)
             keys.append(KeyGroup(space, runs, padded))
     book = RowBook(todo.num_rows)
-    rows: list[RowGroup] = []
-    together = tuple(placed[id(x)] for x in found if not x.own)
-    if together:
-        book.write(np.zeros(1, dtype=np.int64), todo.num_rows, in_pieces=False)
-        rows.append(RowGroup(common.rows, together))
-    for x in found:
-        for step in x.own:
-            at = book.write(step.rows.starts, step.rows.length, in_pieces=False)
-            rows.append(RowGroup(x.tile, (placed[id(x)],), (replace(step, rows=at),)))
+    rows = _row_groups([(x, placed[id(x)]) for x in found], common.rows, book)
     return Shared(tuple(rows), tuple(keys), todo.reordered(rest, book, books))
+
+
+def _row_groups(
+    found: list[tuple[_Candidate, SharedLaunch]], tile: int, book: RowBook
+) -> Iterator[RowGroup]:
+    """Launches in row groups: those at the clean buffer end first if others are at the shard."""
+    apart = any(x.space is KeySpace.SHARD for x, _ in found)
+
+    def alone(is_first: bool) -> Iterator[RowGroup]:
+        for x, launch in found:
+            if (apart and x.space is KeySpace.CLEAN) is is_first:
+                for step in x.own:
+                    at = book.write(step.rows.starts, step.rows.length, in_pieces=False)
+                    yield RowGroup(x.tile, (launch,), (replace(step, rows=at),))
+
+    yield from alone(True)
+    together = tuple(launch for x, launch in found if not x.own)
+    if together:
+        everything = np.zeros(1, dtype=np.int64), len(book.touched)
+        yield RowGroup(tile, together, store=book.write(*everything, in_pieces=False).store)
+    yield from alone(False)
 
 
 def _steps(todo: Pass, stays: Callable[[Step], bool]) -> Iterator[tuple[Phase, Step]]:

@@ -224,7 +224,7 @@ def test_windows_of_whole_blocks_share_rows_but_not_keys() -> None:
     assert not any(found.rest.steps.values())
     assert len(found.rows) == 1
     assert len(found.keys) == 4
-    assert {group.space for group in found.keys} == set(KeySpace)
+    assert {group.space for group in found.keys} == {KeySpace.CLEAN, KeySpace.OWN}
 
 
 def test_a_launch_that_ends_inside_a_tile_has_rows_of_its_own() -> None:
