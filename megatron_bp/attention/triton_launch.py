@@ -30,6 +30,15 @@ def padded_size(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
+@lru_cache(maxsize=64)
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have on a GPU; elsewhere as on a Hopper, which it stands for."""
+    if device.type != "cuda":
+        return 227 * 1024
+    found = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return int(found["max_shared_mem"])
+
+
 class Resources(NamedTuple):
     """What a program gets; 0 registers a thread: as many as the compiler likes."""
 
