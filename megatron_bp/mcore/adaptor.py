@@ -38,11 +38,8 @@ def train() -> None:
     cpu.use_shipped_dataset_helpers()
     versions.require_seams()
     args, config = parse()
-    if config.is_diffusion and args.save and args.async_strategy == "mcore":
-        if args.exit_signal_handler:
-            shield_helpers(args.exit_signal, args.async_save)
-        if args.async_save:
-            watch_writer()
+    if config.is_diffusion:
+        guard_writers(args)
 
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
@@ -62,6 +59,16 @@ def train() -> None:
         model_type=ModelType.encoder_or_decoder,
         forward_step_func=forward_step,
     )
+
+
+def guard_writers(args: argparse.Namespace) -> None:
+    """Keeps the helpers that write checkpoints alive as long as this rank; call it before Megatron
+    initialises."""
+    if args.save and args.async_strategy == "mcore":
+        if args.exit_signal_handler:
+            shield_helpers(args.exit_signal, args.async_save)
+        if args.async_save:
+            watch_writer()
 
 
 def parts(

@@ -1,10 +1,10 @@
 """Puts block parallelism into the entry points that Megatron's pretraining scripts call.
 
-A script parses its arguments, makes a configuration container and calls `pretrain`. Three names of
-megatron.training are wrapped for that: the parser gets our flags, validation runs between our
-`prepare` and `finish`, and `pretrain` gets our data, model and forward step if a block-diffusion
-objective is asked for; else the call is passed on as it is. Specified by tests/test_launch.py and
-tests/mcore/test_launch.py.
+A script parses its arguments, makes a configuration container and calls `pretrain`. Four names of
+megatron.training are wrapped for that: the parser gets our flags, parsing mends what a kill left of
+--load, validation runs between our `prepare` and `finish`, and `pretrain` gets our data, model and
+forward step if a block-diffusion objective is asked for; else the call is passed on as it is.
+Specified by tests/test_launch.py and tests/mcore/test_launch.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_bp.mcore import adaptor, arguments, cpu, versions
+from megatron_bp.mcore.checkpoints import mend_tracker
 
 MARK = "_megatron_bp_stock"  # on what is installed: the function of Megatron that it wraps
 
@@ -50,7 +51,11 @@ def install() -> None:
         )
     wrapped = _marked(functools.partial(_pretrain, stock), stock)
     megatron.training.pretrain = training.pretrain = wrapped
-    for name, wrap in (("add_megatron_arguments", _add_arguments), ("validate_args", _validate)):
+    for name, wrap in (
+        ("add_megatron_arguments", _add_arguments),
+        ("parse_args", _parse),
+        ("validate_args", _validate),
+    ):
         old = getattr(stock_arguments, name)
         setattr(stock_arguments, name, _marked(functools.partial(wrap, old), old))
 
@@ -63,6 +68,14 @@ def _marked(wrapped: Callable[..., Any], stock: Callable[..., Any]) -> Callable[
 
 def _add_arguments(stock: Callable[..., Any], parser: argparse.ArgumentParser) -> Any:
     return adaptor.add_arguments(stock(parser))
+
+
+def _parse(stock: Callable[..., Any], *given: Any, **named: Any) -> argparse.Namespace:
+    args: argparse.Namespace = stock(*given, **named)
+    mended = mend_tracker(args) if args.bdlm_objective != "none" else ""
+    if mended and args.rank == 0:
+        print(mended, flush=True)
+    return args
 
 
 def _validate(
@@ -96,6 +109,7 @@ def _pretrain(stock: Callable[..., Any], *given: Any, **named: Any) -> Any:
     if config.is_diffusion:
         _refuse_other_models(model, call.arguments.get("model_provider"))
         adaptor.refuse_after_start(args, get_tokenizer())
+        adaptor.guard_writers(args)
         provider, forward_step = adaptor.parts(args, config, model)
         provider.is_distributed = True  # type: ignore[attr-defined]
         call.arguments["train_valid_test_dataset_provider"] = provider

@@ -88,6 +88,7 @@ def missing_launch_seams() -> list[str]:
             ),
         ),
         (arguments, "add_megatron_arguments", ("parser",)),
+        (arguments, "parse_args", ("extra_args_provider",)),
         (arguments, "validate_args", ("args", "defaults")),
         (arguments, "parse_and_validate_args", ("extra_args_provider",)),
         (argument_utils, "gpt_config_from_args", ("args",)),

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_bp.mcore import versions
 from tests.distributed import run_distributed
@@ -23,12 +26,14 @@ ON_CPU = flags(
     MODEL,
 )
 CSBP = [*DIFFUSION, "--context-parallel-size", "2", "--block-parallel-size", "2"]
+ASYNC = "--async-save --use-persistent-ckpt-worker --async-strategy mcore"
 SPEC = ["--spec", "megatron_bp.mcore.spec", "gpt_layer"]
 
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, float]]]:
-    folder = tmp_path_factory.mktemp("logs")
+    folder = tmp_path_factory.mktemp("launched") / "logs"
+    folder.mkdir()
     run_distributed(_jobs, 2, str(folder), timeout=300.0)
     return {path.name: read_scalars(path) for path in folder.iterdir()}
 
@@ -43,6 +48,12 @@ def test_ten_next_token_steps_are_stock_bit_for_bit(logged: dict, name: str) -> 
 def test_diffusion_steps_are_those_of_the_example_bit_for_bit(logged: dict) -> None:
     assert len(logged["example"]) == 4
     assert bits(logged["csbp"], "bdlm loss") == bits(logged["example"], "bdlm loss")
+
+
+def test_a_restart_after_a_kill_trains_on_as_if_there_was_none(logged: dict) -> None:
+    """The tracker of --load is empty, as a kill can leave it."""
+    parts = bits(logged["saved"], "bdlm loss") + bits(logged["restarted"], "bdlm loss")
+    assert parts == bits(logged["csbp"], "bdlm loss")
 
 
 def bits(steps: list[dict[str, float]], loss: str) -> list[tuple[float, float]]:
@@ -145,5 +156,17 @@ def _jobs(rank: int, num_ranks: int, folder: str) -> None:
     run("launched", ten, launched)
     run("launched with our spec", [*ten, *SPEC], launched)
     run("csbp", [*MODEL, *CSBP, *SPEC], launched)
+    _restart(rank, folder, lambda name, given: run(name, given, launched))
     with pytest.raises(ImportError, match=r"--spec megatron_bp\.mcore.nowhere gpt does not import"):
         run("broken spec", [*MODEL, "--spec", "megatron_bp.mcore.nowhere", "gpt"], launched)
+
+
+def _restart(rank: int, folder: str, run: Any) -> None:
+    """Two steps, saved in the background under watch; then two more."""
+    given = flags(f"--save {folder}/../run --save-interval 2 {ASYNC}", [*MODEL, *CSBP])
+    run("saved", [*given, "--exit-interval", "2"])
+    assert "writer-watch" in {thread.name for thread in threading.enumerate()}
+    if rank == 0:
+        Path(folder, "../run/latest_checkpointed_iteration.txt").write_text("")
+    dist.barrier()
+    run("restarted", [*given, "--load", f"{folder}/../run"])
