@@ -43,9 +43,23 @@ def read_rows(x: Tensor, runs: Runs) -> Tensor:
     if runs.step:
         row = x.stride(0)
         size, stride = (len(runs.starts), runs.length), (runs.step * row, row)
-        offset = x.storage_offset() + int(runs.starts[0]) * row
+        offset = x.storage_offset() + runs.first * row
         return x.as_strided((*size, *x.shape[1:]), (*stride, *x.stride()[1:]), offset)
     return x[rows_on(runs, x.device)].unflatten(0, (len(runs.starts), runs.length))
+
+
+def read_problems(x: Tensor, runs: Runs) -> Tensor:
+    """Rows [X * Z, length, ...] of x [T, Z, ...], samples of a problem together.
+
+    One view, made in one go, if the runs are evenly spaced and problems or samples are single.
+    """
+    problems, samples = runs.num_problems, x.shape[1]
+    if runs.step and 1 in (problems, samples):
+        row, sample, *inner = x.stride()
+        outer = sample if problems == 1 else runs.step * row
+        shape = (problems * samples, runs.length, *x.shape[2:])
+        return x.as_strided(shape, (outer, row, *inner), x.storage_offset() + runs.first * row)
+    return read_rows(x, runs).transpose(1, 2).flatten(0, 1)
 
 
 def _write_rows(x: Tensor, runs: Runs, value: Tensor) -> None:
@@ -87,7 +101,7 @@ def add_rows(
         from megatron_bp.attention import triton_passes
 
         if runs.step and runs.length <= MOST_COVER * runs.step:
-            spacing = int(runs.starts[0]), runs.step
+            spacing = runs.first, runs.step
             triton_passes.sum_rows(targets_SZMW, spacing, values_XQZMW, store=runs.store)
             return
         starts = starts_on(runs, device)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_bp.attention.passes import add_rows, read_rows
+from megatron_bp.attention.passes import add_rows, read_problems, read_rows
 from megatron_bp.attention.schedule import Runs, Step
 
 
@@ -41,21 +41,21 @@ class Problems:
 
     def query(self, x_TZNH: Tensor) -> Tensor:
         """Query-shaped rows as [problems, Q, heads, H]."""
+        if not self.step.joined and not self.step.folded:
+            return read_problems(x_TZNH, self.step.rows)
         x = read_rows(x_TZNH, self.step.rows)  # [X, Q, Z, N, H]
         if self.step.joined:
             # torch.cat copies a few long runs at full bandwidth, flatten does not.
             apart = self.step.rows.step > self.step.rows.length and len(x) <= 8
             return (torch.cat([*x]) if apart else x.flatten(0, 1)).transpose(0, 1)
-        if self.step.folded:
-            x = x.unflatten(3, (self.num_kv_heads, -1)).permute(2, 1, 3, 0, 4, 5)
-            return x.flatten(2, 4)
-        return x.transpose(1, 2).flatten(0, 1)
+        x = x.unflatten(3, (self.num_kv_heads, -1)).permute(2, 1, 3, 0, 4, 5)
+        return x.flatten(2, 4)
 
     def lse(self, x_TZN: Tensor) -> Tensor:
         """LSE rows as the kernel has them, [problems, heads, Q]."""
         if self.step.joined or self.step.folded:
             return self.query(x_TZN[..., None])[..., 0].transpose(1, 2)
-        return read_rows(x_TZN, self.step.rows).permute(0, 2, 3, 1).flatten(0, 1)
+        return read_problems(x_TZN, self.step.rows).transpose(1, 2)
 
     def unquery(self, x: Tensor, num_samples: int) -> Tensor:
         """The inverse of `query`, a view: [problems, Q, heads, H] as [X, Q, Z, M, G, H]."""
@@ -75,15 +75,10 @@ class Problems:
         value = self.unquery(part, dq_TZNH.shape[1]).flatten(-2)
         add_rows((rows,), self.step.rows, (value,))
 
-    def key_parts(self, spaces: Spaces, part: int) -> list[Tensor]:
-        """The runs of keys (part 0) or values (part 1), each [X, K, Z, M, H]."""
-        return [read_rows(spaces[space][part], runs) for space, runs in self.step.keys]
-
     def key(self, spaces: Spaces, part: int) -> Tensor:
         """Keys (part 0) or values (part 1) as [problems, K, M, H]."""
-        found = self.key_parts(spaces, part)
-        joined = found[0] if len(found) == 1 else torch.cat(found, 1)
-        return joined.transpose(1, 2).flatten(0, 1)
+        found = [read_problems(spaces[space][part], runs) for space, runs in self.step.keys]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def add_keys(self, spaces: Spaces, dk_XKZMH: Tensor, dv_XKZMH: Tensor) -> None:
         """Adds key and value gradients to their rows."""

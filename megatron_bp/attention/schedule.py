@@ -36,6 +36,11 @@ class Runs:
     pieces: tuple[tuple[int, "Runs"], ...] = ()
 
     @cached_property
+    def first(self) -> int:
+        """First row of the first run."""
+        return int(self.starts[0])
+
+    @cached_property
     def step(self) -> int:
         """Rows from one run's start to the next if that is always the same, else 0."""
         if len(self.starts) == 1:

@@ -115,6 +115,21 @@ def test_torch_passes_equal_their_formulas() -> None:
     check_all("cpu")
 
 
+@pytest.mark.parametrize("samples", [1, SAMPLES])
+@pytest.mark.parametrize("name", CASES)
+def test_problems_are_the_rows_of_their_runs_sample_by_sample(name: str, samples: int) -> None:
+    wide = random(2 * ROWS, samples, KV_HEADS, SIZE, seed=1, device="cpu")
+    x, runs = wide[2 : 2 + ROWS, :, 1:], runs_of(name, store=False)
+    found = passes.read_problems(x, runs)
+    rows = [
+        x[int(start) : int(start) + runs.length, z] for start in runs.starts for z in range(samples)
+    ]
+    assert torch.equal(found, torch.stack(rows))
+    even = len(set(np.diff(runs.starts))) <= 1 and (np.diff(runs.starts) > 0).all()
+    in_place = bool(even) and 1 in (samples, runs.num_problems)
+    assert (found.untyped_storage().data_ptr() == wide.untyped_storage().data_ptr()) == in_place
+
+
 def test_triton_passes_equal_their_formulas_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     root = Path(__file__).parents[2]
