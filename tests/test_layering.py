@@ -50,8 +50,8 @@ LAYERS = {
 OWNERS = {
     "triton": r"(attention/kernels/\w+|(attention|objectives)/triton_\w+)\.py",
     "transformer_engine": r"attention/kernels/te\w*\.py",
-    "flash_attn": r"attention/kernels/flash\w*\.py",
-    "cutlass": r"attention/kernels/flash\w*\.py",
+    "flash_attn": r"attention/(kernels/)?flash\w*\.py",
+    "cutlass": r"attention/(kernels/)?flash\w*\.py",
 }
 
 MAX_LINES, MAX_KERNEL_LINES, MAX_FUNCTION_LINES = 400, 600, 90

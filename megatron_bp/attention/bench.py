@@ -28,6 +28,7 @@ from megatron_bp.attention.interval import IntervalRun, interval_mask
 from megatron_bp.attention.lanes import queue_on
 from megatron_bp.attention.native import NativeRun, Partial, empty_partial
 from megatron_bp.attention.problems import KeyValue, Spaces
+from megatron_bp.attention.ragged import RaggedKernel, together
 from megatron_bp.attention.schedule import make_schedule
 from megatron_bp.attention.timing import Clock, Run, as_graph, host_ms
 from megatron_bp.comm.clean_kv import pack
@@ -164,11 +165,13 @@ class Layer:
             mask = interval_mask(self.case.plan, 0, x.q.device)
             return IntervalRun(kernel, scale, mask).forward(x.q, x.keys)
         assert isinstance(kernel, NativeKernel)
-        todo = make_schedule(self.case.plan, False, kernel.caps.cut).forward
+        whole = make_schedule(self.case.plan, False, kernel.caps.cut).forward
+        todo, ragged = together(whole) if isinstance(kernel, RaggedKernel) else (whole, ())
         partial, run = empty_partial(x.q, todo), self._run(kernel)
         queue = queue_on(x.q.device, run.beside)
         for phase in Phase:
             run.forward(todo.steps[phase], x.q, x.keys, partial, queue)
+        run.forward_ragged(ragged, x.q, x.keys, partial, queue)
         queue.drain()
         return partial
 

@@ -30,6 +30,7 @@ from megatron_bp.attention.lanes import queue_on
 from megatron_bp.attention.native import NativeRun, Partial, empty_partial
 from megatron_bp.attention.own_last import own_last
 from megatron_bp.attention.problems import KeyValue, Spaces
+from megatron_bp.attention.ragged import RaggedKernel, RaggedStep, together
 from megatron_bp.attention.schedule import Pass, Schedule, make_schedule
 from megatron_bp.comm.clean_kv import CleanGather, CleanReduce
 from megatron_bp.comm.groups import BlockGroups
@@ -137,6 +138,12 @@ class _Call:
         return make_schedule(self.plan, self.options.corrupted_only, self.kernel.caps.cut)
 
     @property
+    def forward(self) -> tuple[Pass, tuple[RaggedStep, ...]]:
+        """Launches over both slabs' keys are one where the slabs come about together."""
+        todo, near = self.schedule.forward, self.groups.near
+        return together(todo) if near and isinstance(self.kernel, RaggedKernel) else (todo, ())
+
+    @property
     def backward(self) -> Pass:
         todo = self.schedule.backward
         interval = self.options.strategy is Strategy.INTERVAL
@@ -226,7 +233,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Partial, tupl
         own = _own_keys(k, v, call, corrupted)
         partial = call.interval(q.device).forward(rows, (clean, own))
     else:
-        todo, run = call.schedule.forward, call.native()
+        (todo, ragged), run = call.forward, call.native()
         partial, queue = empty_partial(rows, todo), queue_on(q.device, run.beside)
         own = clean if corrupted else _own_keys(k, v, call, corrupted)
         for phase in Phase:
@@ -234,6 +241,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Partial, tupl
             if corrupted and phase is Phase.LATE:  # no launch before reads gathered own keys
                 own = _own_keys(k, v, call, corrupted)
             run.forward(todo.steps[phase], rows, (clean, own), partial, queue)
+        run.forward_ragged(ragged, rows, (clean, own), partial, queue)
         queue.drain()
     gathered = tuple(own) if call.plan.request.gather_corrupted else ()
     return partial, (gather.buffer_SZ2MH, *gathered)

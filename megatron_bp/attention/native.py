@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megatron_bp.attention.contract import NativeKernel, Saved, WritingKernel, lse_dtype
 from megatron_bp.attention.lanes import Finish, Queue, queue_on
-from megatron_bp.attention.passes import add_rows, merge_rows
+from megatron_bp.attention.passes import add_rows, merge_rows, read_rows
 from megatron_bp.attention.problems import Problems, Spaces
+from megatron_bp.attention.ragged import RaggedKernel, RaggedStep
 from megatron_bp.attention.schedule import Pass, Runs, Step
 from megatron_bp.attention.shared_run import SharedRun
 from megatron_bp.attention.sharing import Shared, SharingKernel, TileRule, share
@@ -87,6 +88,33 @@ class NativeRun:
         out = at.unquery(out, q_TZNH.shape[1])
         lse = at.unquery(lse.transpose(1, 2)[..., None], q_TZNH.shape[1])[..., 0]
         return partial_call(merge_rows, partial.out, partial.lse, step.rows, out, lse)
+
+    def forward_ragged(
+        self,
+        steps: Iterable[RaggedStep],
+        q_TZNH: Tensor,
+        keys: Spaces,
+        partial: Partial,
+        queue: Queue,
+    ) -> None:
+        """The same for steps whose problems end apart."""
+        for step in steps:
+            pairs = step.rows.length * sum(step.lengths)
+            for sample in range(q_TZNH.shape[1]):
+                at = slice(sample, sample + 1)
+                k, v = (x[step.key :, sample] for x in keys[KeySpace.CLEAN])
+                into = Partial(partial.out[:, at], partial.lse[:, at])
+                queue.run(partial_call(self._ragged, step, q_TZNH[:, at], (k, v), into), pairs)
+
+    def _ragged(
+        self, step: RaggedStep, q: Tensor, keys: tuple[Tensor, Tensor], into: Partial
+    ) -> Finish:
+        rows, (k, v) = read_rows(q, step.rows)[:, :, 0], (x[: max(step.lengths)] for x in keys)
+        lengths = _lengths_on(step, q.device)
+        kernel, heads = cast(RaggedKernel, self.kernel), (k.shape[1], -1)
+        out, lse = kernel.forward_ragged(rows, k, v, lengths, self.scale)
+        out, lse = out.unflatten(2, heads), lse.transpose(1, 2).unflatten(2, heads)
+        return partial_call(merge_rows, *into, step.rows, out[:, :, None], lse[:, :, None])
 
     def _small_forward(self, step: Step, q: Tensor, keys: Spaces, partial: Partial) -> Finish:
         from megatron_bp.attention import triton_small as small
@@ -242,6 +270,7 @@ def _is_small(step: Step, q_TZNH: Tensor) -> bool:
     return _runs_small(q_TZNH) and _fits_small(step, q_TZNH.shape[-1])
 
 
+@lru_cache(maxsize=8192)
 def _fits_small(step: Step, head_size: int) -> bool:
     if any(x.joined or x.folded for x in (step, *step.far)):
         return False
@@ -255,6 +284,12 @@ def _fits_small(step: Step, head_size: int) -> bool:
 
 def _runs_small(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+@lru_cache(maxsize=1024)
+def _lengths_on(step: RaggedStep, device: torch.device) -> Tensor:
+    """Keys of each problem, int32 [X]."""
+    return torch.tensor(step.lengths, dtype=torch.int32, device=device)
 
 
 @lru_cache(maxsize=256)

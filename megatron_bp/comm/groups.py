@@ -99,13 +99,15 @@ class BlockGroups:
 
     `context` has P ranks, one for each share of corrupted blocks. `clean_shards` has the C ranks
     that together hold the clean rows once; `clean_replicas` the P // C ranks with equal clean rows.
-    Context rank i holds clean shard i % C.
+    Context rank i holds clean shard i % C. `near` says that the clean shards are on one host, so
+    that all of them arrive about together.
     Raises: ValueError if the sizes do not multiply.
     """
 
     context: Group
     clean_shards: Group
     clean_replicas: Group
+    near: bool = False
 
     def __post_init__(self) -> None:
         if self.clean_shards.size() * self.clean_replicas.size() != self.context.size():
@@ -124,7 +126,7 @@ class BlockGroups:
     @classmethod
     def single(cls) -> "BlockGroups":
         """Groups of one process that does not share its sample."""
-        return cls(LocalGroup(), LocalGroup(), LocalGroup())
+        return cls(LocalGroup(), LocalGroup(), LocalGroup(), near=True)
 
     @property
     def num_ranks(self) -> int:

@@ -71,7 +71,8 @@ class Links:
 def make_block_groups(pg_collection: Any = parallel_state, links: Links = Links()) -> BlockGroups:
     """Returns this process's groups, from a ProcessGroupCollection or Megatron's own state.
 
-    Collective over the context group if `links` has nodes: it then makes process groups.
+    Collective over the context group: hosts are compared, and process groups made if `links` has
+    nodes.
     Raises: ValueError if the ranks do not fill their nodes.
     """
     if pg_collection is parallel_state:
@@ -81,10 +82,11 @@ def make_block_groups(pg_collection: Any = parallel_state, links: Links = Links(
     if context.size() == 1:
         return BlockGroups.single()
     shards, replicas = hierarchy()
-    wires = _linked(shards, links)
+    wires, near = _linked(shards, links), len(set(_nodes_of(shards, -1))) == 1
     # The conventional baseline exchanges corrupted rows over the context group, which is then the
     # group of clean shards.
-    return BlockGroups(wires if shards.size() == context.size() else context, wires, replicas)
+    whole = wires if shards.size() == context.size() else context
+    return BlockGroups(whole, wires, replicas, near)
 
 
 def _linked(group: dist.ProcessGroup, links: Links) -> Group:

@@ -94,6 +94,17 @@ class DenseKernel:
         mask = window_mask(saved.q.shape[1], saved.k.shape[1], window, dout.device)
         return attend_backward(dout, saved, mask, scale)
 
+    def forward_ragged(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See RaggedKernel."""
+        parts = []
+        for x, length in enumerate(lengths.tolist()):
+            keys = (k[None, :length], v[None, :length])
+            parts.append(self.forward(q[x : x + 1], *keys, Window(), scale))
+        out, lse = zip(*parts, strict=True)
+        return torch.cat(out), torch.cat(lse)
+
     def forward_interval(
         self, q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask, scale: float
     ) -> tuple[Tensor, Tensor]:

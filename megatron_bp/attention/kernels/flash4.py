@@ -24,7 +24,7 @@ try:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-    from megatron_bp.attention.kernels import flash4_shared
+    from megatron_bp.attention import flash4_sums
 except (ImportError, OSError) as error:  # OSError: a shared library that does not load
     raise ImportError(
         f"kernel='flash4' needs FlashAttention 4: pip install 'megatron-bp[fa4]' ({error})."
@@ -118,6 +118,13 @@ class Flash4Kernel:
             q, k, v, softmax_scale=scale, out=out, lse=lse, **_window(window, q.shape[1])
         )
 
+    def forward_ragged(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """See RaggedKernel."""
+        k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
+        return _flash_attn_fwd(q, k, v, softmax_scale=scale, return_lse=True, seqused_k=lengths)[:2]
+
     def backward(
         self, dout: Tensor, saved: Saved, window: Window, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,13 +160,13 @@ class Flash4Kernel:
 
     def tiles(self, head_size: int) -> TileRule:
         """See SharingKernel."""
-        return flash4_shared.tiles(head_size)
+        return flash4_sums.tiles(head_size)
 
     def share(
         self, like_SZMH: Tensor, queries_per_key: int, groups: tuple[KeyGroup, ...], scale: float
     ) -> SharedBackward:
         """See SharingKernel."""
-        return flash4_shared.Flash4Backward(like_SZMH, queries_per_key, groups, scale)
+        return flash4_sums.Flash4Backward(like_SZMH, queries_per_key, groups, scale)
 
     def forward_interval(
         self, q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask, scale: float
