@@ -37,6 +37,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--window", type=int, default=-1, help="tokens; -1 is the shape's own")
     p.add_argument("--run", nargs="+", default=["native/flash4", "flex", "dense/flash4"])
     p.add_argument("--repeats", type=int, default=7)
+    p.add_argument("--burst", type=float, default=200, help="time back to back for, ms")
     p.add_argument("--graphs", action="store_true", help="time replays of CUDA graphs (not flex)")
     p.add_argument("--check", action="store_true", help="errors against fp32 at L 2048, P 2")
     p.add_argument("--profile", action="store_true", help="time of each device kernel")
@@ -74,7 +75,7 @@ def measure(name: str, case: bench.Case, args: argparse.Namespace) -> list[dict[
             ready[at] = bench.prepare(run, case, device)
         except Exception as error:  # one run that fails must not end the others
             lines[at] = {**head, "run": run, "failed": str(error)[:300]}
-    results = bench.measure(list(ready.values()), Clock(args.repeats), args.graphs)
+    results = bench.measure(list(ready.values()), Clock(args.repeats, args.burst), args.graphs)
     for at, result in zip(ready, results, strict=True):
         lines[at] = {**head, "run": args.run[at], **result.as_dict()}
     del ready

@@ -5,6 +5,7 @@ Specified by tests/attention/test_timing.py.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 from time import perf_counter
 
 import torch
@@ -15,28 +16,42 @@ WARM_UPS = 2
 
 @dataclass(frozen=True)
 class Clock:
-    """How often to time."""
+    """How often to time, and for how many milliseconds at least each time (0: one run)."""
 
     repeats: int
+    burst_ms: float = 0.0
 
     def medians_ms(self, runs: Sequence[Run]) -> list[float]:
         """Median milliseconds of each run between device events, after two warm-up runs.
 
-        Every round takes each run once, so that all share the device's temperature and clocks.
+        Every round takes each run once, in an order drawn anew, and back to back for `burst_ms`: a
+        device at its power limit needs tens of milliseconds to settle, and meanwhile what ran
+        before decides its clocks.
         """
-        for run in runs:
-            for _ in range(WARM_UPS):
-                run()
+        counts = [self._count(run) for run in runs]
         times: list[list[float]] = [[] for _ in runs]
+        order, draw = list(range(len(runs))), Random(0)
         for _ in range(self.repeats):
-            for run, mine in zip(runs, times, strict=True):
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                run()
-                stop.record()
-                stop.synchronize()
-                mine.append(start.elapsed_time(stop))
+            draw.shuffle(order)
+            for at in order:
+                times[at].append(_mean_ms(runs[at], counts[at]))
         return [sorted(mine)[self.repeats // 2] for mine in times]
+
+    def _count(self, run: Run) -> int:
+        """Warms up; returns how many runs make a burst."""
+        for _ in range(WARM_UPS):
+            run()
+        return max(1, round(self.burst_ms / _mean_ms(run, 1)))
+
+
+def _mean_ms(run: Run, count: int) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / count
 
 
 def as_graph(run: Run) -> Run:

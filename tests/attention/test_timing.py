@@ -36,9 +36,23 @@ def test_runs_take_turns_and_medians_are_their_own(monkeypatch: pytest.MonkeyPat
     def run(name: str, cost: float) -> Callable[[], object]:
         def once() -> None:
             order.append(name)
-            FakeEvent.now += cost + (100.0 if len(order) == 7 else 0.0)  # one slow run
+            FakeEvent.now += cost + (100.0 if len(order) == 9 else 0.0)  # one slow run
 
         return once
 
     assert Clock(3).medians_ms([run("a", 2.0), run("b", 5.0)]) == [2.0, 5.0]
-    assert order == ["a", "a", "b", "b", *"ababab"]
+    assert "".join(order[:6]) == "aaabbb"
+    assert [set(order[i : i + 2]) for i in (6, 8, 10)] == 3 * [{"a", "b"}]
+
+
+def test_a_burst_is_as_many_runs_as_its_time_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    count = 0
+
+    def run() -> None:
+        nonlocal count
+        count += 1
+        FakeEvent.now += 4.0
+
+    assert Clock(5, burst_ms=40.0).medians_ms([run]) == [4.0]
+    assert count == 3 + 5 * 10
