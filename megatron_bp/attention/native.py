@@ -274,6 +274,9 @@ def _is_small(step: Step, q_TZNH: Tensor) -> bool:
 def _fits_small(step: Step, head_size: int) -> bool:
     if any(x.joined or x.folded for x in (step, *step.far)):
         return False
+    spaces = {space for x in (step, *step.far) for space, _ in x.keys} - {KeySpace.OWN}
+    if len(spaces) > 1:  # the kernel reads one buffer beside the own one
+        return False
     from megatron_bp.attention import triton_small as small
 
     clean, own, far = _small_runs(step)
