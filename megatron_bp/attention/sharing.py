@@ -207,8 +207,13 @@ def share(todo: Pass, rule: TileRule, stays: Callable[[Step], bool]) -> Shared:
 def _row_groups(
     found: list[tuple[_Candidate, SharedLaunch]], tile: int, book: RowBook
 ) -> Iterator[RowGroup]:
-    """Launches in row groups: those at the clean buffer end first if others are at the shard."""
+    """Launches in row groups: those at the clean buffer end first if others are at the shard.
+
+    Of these the one over most rows comes first: it stores what the others add to.
+    """
     apart = any(x.space is KeySpace.SHARD for x, _ in found)
+    if apart:
+        found = sorted(found, key=lambda pair: -pair[0].num_problems * pair[0].num_rows)
 
     def alone(is_first: bool) -> Iterator[RowGroup]:
         for x, launch in found:

@@ -18,7 +18,7 @@ from megatron_bp.attention.native import NativeRun, Partial, empty_partial
 from megatron_bp.attention.own_last import own_last
 from megatron_bp.attention.problems import KeyValue
 from megatron_bp.attention.schedule import Pass, make_schedule
-from megatron_bp.attention.sharing import SharedLaunch, TileRule, Tiles
+from megatron_bp.attention.sharing import SharedLaunch, TileRule, Tiles, share
 from megatron_bp.layout.decomposition import KeySpace, Phase
 from megatron_bp.layout.plan import PlanRequest, RankPlan, make_plan
 from tests.attention.test_sharing import (
@@ -160,6 +160,17 @@ def test_the_reduction_can_start_before_every_launch_that_stays(
     want, _ = exact.backward(exact.schedule.backward)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+def test_the_launch_over_most_rows_stores_the_query_gradients() -> None:
+    """On rank 1 all rows see the first chunk and the late ones five more, in tiles of their own."""
+    rule = TileRule(Tiles(64, 128), Tiles(80, 128), 8192)
+    todo = pass_of(make_plan(LONG, 1))
+    found = share(todo, rule, lambda step: step.rows.length <= 32)
+    assert [x.launches[0].num_rows for x in found.rows] == [32768, 16384, 8192]
+    assert [x.own[0].rows.store for x in found.rows[:2]] == [True, False]
+    assert not found.rows[2].store
+    assert found.rest.row_gaps == ()
 
 
 @pytest.mark.parametrize(
