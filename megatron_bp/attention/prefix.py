@@ -89,10 +89,19 @@ def _by_chunk(plan: RankPlan, corrupted_only: bool) -> list[Launch]:
 
 
 def _with_squares_together(launches: list[Launch]) -> list[Launch]:
-    """The launches, with the squares of both chunks in one."""
-    squares = [x for x in launches if _is_square(x)]
-    others = [x for x in launches if not _is_square(x)]
-    return [*others, *merge_alike(squares, lambda x: x.ready)]
+    """The launches, with the squares of both chunks in one, and their blocks in another."""
+    both = [x for x in launches if _is_square(x) or _is_block(x)]
+    others = [x for x in launches if not (_is_square(x) or _is_block(x))]
+    return [*others, *merge_alike(both, lambda x: x.ready)]
+
+
+def _is_block(launch: Launch) -> bool:
+    """Whether a launch is what is left around small blocks: no row is in two such problems."""
+    return _is_small(launch) and any(run.space is KeySpace.OWN for run in launch.keys)
+
+
+def _is_small(launch: Launch) -> bool:
+    return max(launch.num_rows, launch.num_keys) <= SMALL
 
 
 def _is_square(launch: Launch) -> bool:
@@ -191,7 +200,7 @@ SMALL = 64
 
 def _evenly_spaced(launch: Launch) -> list[Launch]:
     """The launch, cut so that rows and keys of each part are evenly spaced and need no gather."""
-    if max(launch.num_rows, launch.num_keys) <= SMALL:
+    if _is_small(launch):
         return [launch]
     columns = np.stack([launch.rows, *(run.starts for run in launch.keys)])
     jumps = np.flatnonzero((np.diff(columns, n=2) != 0).any(0)) + 1

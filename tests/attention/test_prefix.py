@@ -95,3 +95,13 @@ def test_what_lies_inside_a_chunk_needs_no_other_rank() -> None:
             x for x in native_launches(make_plan(request, rank), False, Cut.CHUNKS) if x.ready
         ]
         assert all(x.left < 0 and x.right < 0 for x in waiting)
+
+
+def test_the_blocks_of_both_chunks_are_one_launch_where_squares_are() -> None:
+    request = PlanRequest(length=256, block_size=4, num_ranks=4, num_clean_shards=4)
+    for cut, num_launches in ((Cut.CHUNKS, 1), (Cut.CHUNK, 2)):
+        launches = native_launches(make_plan(request, 1), False, cut)
+        around = [x for x in launches if len(x.keys) == 2]
+        assert len(around) == num_launches
+        rows = np.concatenate([x.rows for x in around])
+        assert len(set(rows.tolist())) == len(rows) == 14  # each chunk's first sees no block before
