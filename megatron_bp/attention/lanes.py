@@ -75,9 +75,13 @@ class Lanes:
         lane = self._streams[self._count % 2]
         self._count += 1
         lane.wait_stream(self._main)
-        with torch.cuda.stream(lane):
+        # Not torch.cuda.stream: asking for devices and streams, it costs more than a launch.
+        torch.cuda.set_stream(lane)
+        try:
             finish = launch()
-            self._running.append((lane.record_event(), finish))
+        finally:
+            torch.cuda.set_stream(self._main)
+        self._running.append((lane.record_event(), finish))
         if len(self._running) > 1:
             self._finish_one()
 

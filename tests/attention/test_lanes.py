@@ -1,6 +1,5 @@
 """Launches are finished in order, at most one of them late; the streams are stand-ins here."""
 
-from contextlib import nullcontext
 from typing import Any, cast
 
 import pytest
@@ -35,7 +34,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
     sides = cast(Any, (Stream("a", found), Stream("b", found)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("main", found))
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: found.append(f"on {stream.name}"))
     monkeypatch.setattr(lanes, "_streams", lambda _: sides)
     return found
 
@@ -56,9 +55,9 @@ def test_a_launch_is_finished_after_the_next_one_started(log: list[str]) -> None
         start(queue, log, name)
     queue.drain()
     assert log == [
-        *("a waits for main", "start 1"),
-        *("b waits for main", "start 2", "main waits for a", "finish 1"),
-        *("a waits for main", "start 3", "main waits for b", "finish 2"),
+        *("a waits for main", "on a", "start 1", "on main"),
+        *("b waits for main", "on b", "start 2", "on main", "main waits for a", "finish 1"),
+        *("a waits for main", "on a", "start 3", "on main", "main waits for b", "finish 2"),
         *("main waits for a", "finish 3"),
     ]
 
@@ -68,7 +67,16 @@ def test_a_large_launch_stays_on_the_callers_stream_and_keeps_the_order(log: lis
     start(queue, log, "1")
     start(queue, log, "large", SHORT.stop)
     queue.drain()
-    assert log[2:] == ["start large", "main waits for a", "finish 1", "finish large"]
+    assert log[4:] == ["start large", "main waits for a", "finish 1", "finish large"]
+
+
+def test_a_launch_that_fails_leaves_the_callers_stream_current(log: list[str]) -> None:
+    def launch() -> Any:
+        raise RuntimeError("no such kernel")
+
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        Lanes(torch.device("cuda")).run(launch, SHORT.start)
+    assert log == ["a waits for main", "on a", "on main"]
 
 
 def test_without_a_gpu_every_launch_is_finished_at_once() -> None:
