@@ -249,10 +249,12 @@ class Flash4Rows:
         """The buffers of dK and dV, [X, heads, keys * H]."""
         work, group, views = self._work, self._work.groups[launch.group], []
         num_keys = _whole(launch.num_keys, _config(work.size).n_block_size)
+        first, row = divmod(launch.offset, group.padded)
+        runs, rows = divmod(launch.offset_step, group.padded)
         for x in work.sums[launch.group]:
             batch, run, head, _ = x.stride()
-            step = run if group.runs.num_problems > 1 else launch.offset_step * work.wide
-            at = x.storage_offset() + sample * batch + launch.offset * work.wide
+            step = runs * run + rows * work.wide
+            at = x.storage_offset() + sample * batch + first * run + row * work.wide
             shape = (launch.num_problems, x.shape[2], num_keys * work.wide)
             views.append(x.as_strided(shape, (step, head, 1), at))
         return views

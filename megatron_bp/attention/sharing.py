@@ -11,6 +11,7 @@ Specified by tests/attention/test_sharing.py.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -196,7 +197,8 @@ def share(todo: Pass, rule: TileRule, stays: Callable[[Step], bool]) -> Shared:
         mine = [x for x in found if x.space is space]
         for members, starts, length in _grouped(mine, common.keys):
             padded = -(-length // common.keys) * common.keys
-            placed |= {id(x): _placed(x, len(keys), starts, padded) for x in members}
+            at = _Runs(starts, length)
+            placed |= {id(x): _placed(x, len(keys), at, common.keys) for x in members}
             runs = books[space].write(np.array(starts), length, in_pieces=True)
             keys.append(KeyGroup(space, runs, padded))
     book = RowBook(todo.num_rows)
@@ -286,13 +288,20 @@ def _in_common(
     return (_Candidate(count, row - up, row_step, length, *at, tile),)
 
 
+class _Runs(NamedTuple):
+    """Runs of keys that share a buffer."""
+
+    starts: tuple[int, ...]
+    length: int
+
+
 def _grouped(
     candidates: list[_Candidate], tile: int
 ) -> list[tuple[list[_Candidate], tuple[int, ...], int]]:
     """Launches of one buffer each, with the starts and the length of its runs.
 
-    One run over all keys, if every launch begins where a tile of it does; else a buffer for each
-    set of first keys.
+    One run over all keys, if every launch begins where a tile of it does; else each launch has runs
+    of its own, or places in the runs of one with longer ones.
     """
     if not candidates:
         return []
@@ -300,14 +309,47 @@ def _grouped(
     hi = max(max(x.key_starts) + x.num_keys for x in candidates)
     if all((start - lo) % tile == 0 for x in candidates for start in x.key_starts):
         return [(candidates, (lo,), hi - lo)]
-    apart: dict[tuple[int, ...], list[_Candidate]] = {}
+    longest: dict[tuple[int, ...], int] = {}
+    for starts, length in (_own_runs(x, tile) for x in candidates):
+        longest[starts] = max(length, longest.get(starts, 0))
+    runs = sorted((_Runs(*x) for x in longest.items()), key=lambda x: -x.length)
+    members: dict[_Runs, list[_Candidate]] = {x: [] for x in runs}
     for x in candidates:
-        apart.setdefault(x.key_starts, []).append(x)
-    return [(found, at, max(x.num_keys for x in found)) for at, found in apart.items()]
+        members[next(y for y in runs if _places(x, y, tile))].append(x)
+    return [(found, *at) for at, found in members.items() if found]
 
 
-def _placed(x: _Candidate, group: int, starts: tuple[int, ...], padded: int) -> SharedLaunch:
+def _own_runs(x: _Candidate, tile: int) -> _Runs:
+    """The runs of a launch's problems, or one run if they overlap by whole tiles."""
+    if 0 < x.key_step < x.num_keys and x.key_step % tile == 0:
+        return _Runs((x.key,), (x.num_problems - 1) * x.key_step + x.num_keys)
+    return _Runs(x.key_starts, x.num_keys)
+
+
+def _places(x: _Candidate, runs: _Runs, tile: int) -> tuple[int, ...]:
+    """First rows of a launch's problems in a buffer of `runs`; nothing if it has no place there.
+
+    They are evenly spaced: in one run, or at the same row of consecutive runs.
+    """
+    padded = -(-runs.length // tile) * tile
+    if x.key_starts == runs.starts:
+        return tuple(i * padded for i in range(len(runs.starts)))
+    found = []
+    for start in x.key_starts:
+        for i, lo in enumerate(runs.starts):
+            row = start - lo
+            if row >= 0 and row % tile == 0 and row + x.num_keys <= runs.length:
+                found.append((i, row))
+                break
+        else:
+            return ()
+    steps = {(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(found)}
+    if len(steps) > 1 or any(i and row for i, row in steps):
+        return ()
+    return tuple(i * padded + row for i, row in found)
+
+
+def _placed(x: _Candidate, group: int, runs: _Runs, tile: int) -> SharedLaunch:
     """The launch in its group's buffer."""
-    apart = len(starts) > 1
-    offset, offset_step = (0, padded) if apart else (x.key - starts[0], x.key_step)
-    return SharedLaunch(*x[:9], group, offset, offset_step)
+    first, *others = _places(x, runs, tile)
+    return SharedLaunch(*x[:9], group, first, others[0] - first if others else 0)

@@ -219,12 +219,32 @@ def test_keys_that_no_common_tile_fits_have_buffers_of_their_own() -> None:
     assert all(group.padded % 48 == 0 for group in found.keys)
 
 
-def test_windows_of_whole_blocks_share_rows_but_not_keys() -> None:
-    found = shared(replace(LONG, block_size=256, window=1024), alike(64, 48))
+def test_windows_of_whole_blocks_share_rows_but_only_keys_that_tiles_fit() -> None:
+    request = replace(LONG, block_size=256, window=1024)
+    found = shared(request, alike(64, 48))
     assert not any(found.rest.steps.values())
     assert len(found.rows) == 1
     assert len(found.keys) == 4
     assert {group.space for group in found.keys} == {KeySpace.CLEAN, KeySpace.OWN}
+    clean, own = shared(request, alike(64, 64)).keys
+    assert (clean.space, own.space) == (KeySpace.CLEAN, KeySpace.OWN)
+    assert (clean.runs.starts.tolist(), clean.runs.length) == ([0, 5119], 5119)
+    assert clean.runs.store
+
+
+@pytest.mark.parametrize("corrupted_only", [False, True])
+@pytest.mark.parametrize("keys", [32, 48])
+def test_blocks_in_the_keys_of_larger_launches_give_the_same_gradients(
+    keys: int, corrupted_only: bool
+) -> None:
+    request = PlanRequest(
+        length=3072, block_size=128, num_ranks=4, num_clean_shards=4, window=300, num_views=2
+    )
+    plan = make_plan(request, 1)  # its chunks lie apart, and so do the keys of their windows
+    exact = gradients(plan, DenseKernel(), corrupted_only)
+    got = gradients(plan, SharingDense(rule=alike(64, keys)), corrupted_only)
+    for a, b in zip(got, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
 def test_a_launch_that_ends_inside_a_tile_has_rows_of_its_own() -> None:
