@@ -198,9 +198,9 @@ class Layer:
         assert isinstance(kernel, NativeKernel)
         todo = make_schedule(self.case.plan, False, kernel.caps.cut).backward
         run = self._run(kernel)
-        todo = run.begin_backward(todo, x.dout, saved, grads)
+        rest = run.begin_backward(todo, x.dout, saved, grads)
         for phase in reversed(Phase):
-            run.backward(todo.steps[phase], x.dout, saved, grads)
+            run.backward(rest.steps[phase], x.dout, saved, grads, rest.row_sums)
         return dq, packed, own
 
 

@@ -213,12 +213,12 @@ class _BlockParallelAttention(torch.autograd.Function):
             send()
         else:
             run = call.native()
-            todo = run.begin_backward(todo, dout, saved, grads, send)
-            remote = (*todo.steps[Phase.LATE], *todo.steps[Phase.EARLY])
+            rest = run.begin_backward(todo, dout, saved, grads, send)
+            remote = (*rest.steps[Phase.LATE], *rest.steps[Phase.EARLY])
             if remote:
-                run.backward(remote, dout, saved, grads)
+                run.backward(remote, dout, saved, grads, rest.row_sums)
                 send()
-            run.backward(todo.steps[Phase.LOCAL], dout, saved, grads)
+            run.backward(rest.steps[Phase.LOCAL], dout, saved, grads, rest.row_sums)
         _reduce_own_grads(down, (dk[clean:], dv[clean:]), call, wire)
         reduce.finish_into(dk[:clean], dv[:clean], shard)
         return dq, dk, dv, None

@@ -259,6 +259,10 @@ class Flash4Rows:
             views.append(x.as_strided(shape, (step, head, 1), at))
         return views
 
+    def row_sums(self) -> Tensor:
+        """See SharedRows."""
+        return self._row_sum[:, :, : self._q.shape[1]]
+
     def write(self, dq_BQNH: Tensor) -> None:
         """See SharedRows."""
         config = _config(self._work.size, self._tall)

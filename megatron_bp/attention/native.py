@@ -5,7 +5,7 @@ keys of a problem, N query heads, M key/value heads, G = N / M, H head size.
 Specified by tests/attention/test_native.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from functools import partial as partial_call
@@ -31,6 +31,13 @@ class Partial(NamedTuple):
 
     out: Tensor
     lse: Tensor
+
+
+class Rest(NamedTuple):
+    """What is left of a backward pass, and rowsum(dout * out) [T, Z, N] if that is known."""
+
+    steps: Mapping[Phase, tuple[Step, ...]]
+    row_sums: tuple[Tensor, ...]
 
 
 def empty_partial(like_TZNH: Tensor, todo: Pass) -> Partial:
@@ -131,7 +138,7 @@ class NativeRun:
         saved: tuple[Tensor, Spaces, Partial],
         grads: tuple[Tensor, Spaces],
         clean_done: Finish = _nothing,
-    ) -> Pass:
+    ) -> Rest:
         """Zeroes what no launch stores and runs launches that share accumulators; returns the rest.
 
         `grads` may be unwritten. The rest of the pass adds to it. If its steps in phases EARLY and
@@ -145,13 +152,14 @@ class NativeRun:
         _clear_gaps(shared.rest, grads)
         steps = shared.rest.steps
         done = _nothing if steps[Phase.EARLY] or steps[Phase.LATE] else clean_done
+        row_sums: tuple[Tensor, ...] = ()
         if shared.rows and isinstance(kernel, SharingKernel):
             sums = kernel.share(keys[0].k, queries_per_key, shared.keys, self.scale)
             queue = queue_on(q.device, self.beside)
-            SharedRun(shared, sums, queue, dout_TZNH, saved, grads).run(done)
+            row_sums = SharedRun(shared, sums, queue, dout_TZNH, saved, grads).run(done)
         else:
             done()
-        return shared.rest
+        return Rest(steps, row_sums)
 
     def backward(
         self,
@@ -159,14 +167,20 @@ class NativeRun:
         dout_TZNH: Tensor,
         saved: tuple[Tensor, Spaces, Partial],
         grads: tuple[Tensor, Spaces],
+        row_sums: tuple[Tensor, ...] = (),
     ) -> None:
-        """Adds the steps' gradients to `grads` (dq, key spaces), in place."""
+        """Adds the steps' gradients to `grads` (dq, key spaces), in place.
+
+        `row_sums` are those of `begin_backward`, if it found any.
+        """
         queue = queue_on(dout_TZNH.device, self.beside)
         for step in _one_by_one(steps, saved[0]):
             small = _is_small(step, saved[0])
             if small:
                 queue.drain()
-            run = self._small_backward if small else self._backward
+            run: Callable[..., Finish] = self._backward
+            if small:
+                run = partial_call(self._small_backward, row_sums)
             queue.run(partial_call(run, step, dout_TZNH, saved, grads), step.num_pairs)
         queue.drain()
 
@@ -201,6 +215,7 @@ class NativeRun:
 
     def _small_backward(
         self,
+        row_sums: tuple[Tensor, ...],
         step: Step,
         dout_TZNH: Tensor,
         saved: tuple[Tensor, Spaces, Partial],
@@ -212,7 +227,7 @@ class NativeRun:
         clean, own, far = _small_runs(step)
         stores = small.Stores(step.rows.store, _stores(clean), _stores(own), _apart(clean))
         left = small.backward_into(
-            small.Rows(q, partial.out, partial.lse, dout_TZNH),
+            small.Rows(q, row_sums[0] if row_sums else partial.out, partial.lse, dout_TZNH),
             _near(step, keys),
             _small_problems(step, q.device),
             self.scale,

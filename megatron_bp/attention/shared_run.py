@@ -42,9 +42,13 @@ class SharedRun:
     saved: tuple[Tensor, Spaces, tuple[Tensor, Tensor]]
     grads: tuple[Tensor, Spaces]
 
-    def run(self, first_done: Callable[[], None]) -> None:
-        """Runs everything, and `first_done` as soon as the first part's gradients are written."""
-        parts = [self._rows(group) for group in self.shared.rows]
+    def run(self, first_done: Callable[[], None]) -> tuple[Tensor, ...]:
+        """Runs everything, and `first_done` as soon as the first part's gradients are written.
+
+        Returns rowsum(dout * out) [T, Z, N] if launches share all local rows, else nothing.
+        """
+        sums: list[Tensor] = []
+        parts = [self._rows(group, sums) for group in self.shared.rows]
         for is_first in (True, False):
             for part in parts:
                 next(part, None)
@@ -53,14 +57,20 @@ class SharedRun:
                     self._write_keys(i, group)
             if is_first:
                 first_done()
+        return tuple(sums)
 
-    def _rows(self, group: RowGroup) -> Iterator[None]:
-        """A row group's launches and query gradients; yields where its second part begins."""
+    def _rows(self, group: RowGroup, sums: list[Tensor]) -> Iterator[None]:
+        """A row group's launches and query gradients; yields where its second part begins.
+
+        Row sums of a group over all local rows go to `sums`.
+        """
         first = [x for x in group.launches if self.shared.ends_first(x.space)]
         last = [x for x in group.launches if not self.shared.ends_first(x.space)]
         if not first:
             yield
         rows, write = self._together(group) if not group.own else self._apart(group)
+        if not group.own:
+            sums.append(rows.row_sums().permute(2, 0, 1))
         self._launch(rows, first)
         if first and last:
             yield

@@ -121,6 +121,10 @@ class SharedRows(Protocol):
         """Writes the query gradients."""
         ...
 
+    def row_sums(self) -> Tensor:
+        """rowsum(dout * out), fp32 (fp64 for fp64) [B, N, Q]."""
+        ...
+
 
 class SharedBackward(Protocol):
     """A backward pass whose launches share accumulators."""

@@ -94,6 +94,10 @@ class DenseRows:
         """See SharedRows."""
         dq.copy_(self.dq[:, : dq.shape[1]])
 
+    def row_sums(self) -> Tensor:
+        """See SharedRows."""
+        return (self.dout * self.saved.out).sum(-1).transpose(1, 2)
+
 
 @dataclass(frozen=True)
 class SharingDense(DenseKernel):
@@ -143,9 +147,11 @@ def backward(
     q, (clean, own), _ = saved
     dq, *flat = (torch.full_like(x, float("nan")) for x in (q, *clean, *own))
     spaces = (KeyValue(*flat[:2]), KeyValue(*flat[2:]))
-    todo = run.begin_backward(todo, dout, saved, (dq, spaces))
+    rest = run.begin_backward(todo, dout, saved, (dq, spaces))
+    for sums in rest.row_sums:
+        torch.testing.assert_close(sums, (dout * saved[2].out).sum(-1), rtol=0, atol=1e-13)
     for phase in reversed(Phase):
-        run.backward(todo.steps[phase], dout, saved, (dq, spaces))
+        run.backward(rest.steps[phase], dout, saved, (dq, spaces), rest.row_sums)
     return [dq, *flat]
 
 
