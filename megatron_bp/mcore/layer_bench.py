@@ -127,7 +127,7 @@ def single_gather(plan: RankPlan) -> RankPlan:
 
 
 def make_groups(num_shards: int, blocking: bool) -> BlockGroups:
-    """Groups over all processes, with adjacent clean shards; collective."""
+    """Groups over all processes, which are on one host, with adjacent clean shards; collective."""
     world, rank = dist.get_world_size(), dist.get_rank()
     if world == 1:
         return BlockGroups.single()
@@ -142,7 +142,7 @@ def make_groups(num_shards: int, blocking: bool) -> BlockGroups:
 
     shards = [list(range(i, i + num_shards)) for i in range(0, world, num_shards)]
     replicas = [list(range(j, world, num_shards)) for j in range(num_shards)]
-    return BlockGroups(mine([list(range(world))]), mine(shards), mine(replicas))
+    return BlockGroups(mine([list(range(world))]), mine(shards), mine(replicas), near=True)
 
 
 class LayerRun:
