@@ -124,6 +124,17 @@ def _compile(variant: _Variant) -> Any:
     return cute.compile(kernel, *args, *tail, options="--enable-tvm-ffi")
 
 
+BEYOND = 1e30
+"""LSE (to base 2) and row sum of rows that do not exist: they weigh nothing, and 0 * it is 0."""
+
+
+class _Prepared(NamedTuple):
+    """What is known about rows: row sums and LSE [2, B, N, Q], `done` of Q written."""
+
+    sums: Tensor
+    done: int
+
+
 class Flash4Backward:
     """See SharedBackward."""
 
@@ -142,10 +153,15 @@ class Flash4Backward:
         sizes = [2 * a * b * c * d for a, b, c, d in shapes]
         flat = torch.zeros(sum(sizes), dtype=torch.float32, device=like_SZMH.device).split(sizes)
         self.sums = [x.view(2, *shape) for x, shape in zip(flat, shapes, strict=True)]
+        self._all_rows: list[_Prepared] = []
 
-    def rows(self, dout_BQNH: Tensor, saved: Saved, tile: int) -> "Flash4Rows":
+    def rows(self, dout_BQNH: Tensor, saved: Saved, tile: int, *, all_rows: bool) -> "Flash4Rows":
         """See SharedBackward."""
-        return Flash4Rows(self, dout_BQNH, saved, tile)
+        known = self._all_rows if all_rows else []
+        rows = Flash4Rows(self, dout_BQNH, saved, tile, tuple(known))
+        if all_rows:
+            self._all_rows = [rows.prepared]
+        return rows
 
     def write_keys(self, group: int, dk_XLZMH: Tensor, dv_XLZMH: Tensor) -> None:
         """See SharedBackward."""
@@ -165,7 +181,14 @@ class Flash4Backward:
 class Flash4Rows:
     """See SharedRows."""
 
-    def __init__(self, work: Flash4Backward, dout_BQNH: Tensor, saved: Saved, tile: int) -> None:
+    def __init__(
+        self,
+        work: Flash4Backward,
+        dout_BQNH: Tensor,
+        saved: Saved,
+        tile: int,
+        known: tuple[_Prepared, ...],
+    ) -> None:
         self._work, self._tile = work, tile
         self._q, self._dout = maybe_contiguous(saved.q), maybe_contiguous(dout_BQNH)
         batch, length, heads, size = saved.q.shape
@@ -173,18 +196,29 @@ class Flash4Rows:
         self._apart = work.num_samples if batch > work.num_samples else 0
         self._tall = tile != _config(size).m_block_size
         padded = _whole(length, tile)
+        wide = {"dtype": torch.float32, "device": self._q.device}
+        if known:
+            self._dq = torch.zeros(batch, heads, padded * work.wide, **wide)
+            self.prepared = known[0]
+            if padded > self.prepared.done:
+                self.prepared.sums[..., self.prepared.done :] = BEYOND
+                self.prepared = self.prepared._replace(done=self.prepared.sums.shape[3])
+        else:
+            self._dq = torch.empty(batch, heads, padded * work.wide, **wide)
+            most = max(_whole(length, x.rows) for x in tiles(size)[:2])
+            self.prepared = _Prepared(torch.empty(2, batch, heads, most, **wide), padded)
+            self._prepare(saved)
+        self._row_sum, self._lse = self.prepared.sums
 
-        def wide(*shape: int) -> Tensor:
-            return torch.empty(*shape, dtype=torch.float32, device=self._q.device)
-
-        self._dq = wide(batch, heads, padded * work.wide)
-        self._row_sum, self._lse = wide(batch, heads, padded), wide(batch, heads, padded)
+    def _prepare(self, saved: Saved) -> None:
+        """Writes row sums and LSE, and zeroes the buffer of dQ."""
+        size, (row_sum, lse) = self._work.size, self.prepared.sums
         _bwd_preprocess(
             maybe_contiguous(saved.out),
             self._dout,
-            self._row_sum,
+            row_sum,
             maybe_contiguous(saved.lse),
-            self._lse,
+            lse,
             self._dq,
             None,
             None,
@@ -192,7 +226,7 @@ class Flash4Rows:
             torch2cute_dtype_map[self._q.dtype],
             size,
             size,
-            tile,
+            self._tile,
             fake_mode=False,
             hdim_multiple_of=_head_multiple(size),
         )
@@ -243,7 +277,8 @@ class Flash4Rows:
         step = self._apart * batch + launch.row_step * width
         num_rows = _whole(launch.num_rows, self._tile)
         shape = (launch.num_problems, x.shape[1], num_rows * width)
-        return x.as_strided(shape, (step, head, 1), sample * batch + launch.row * width)
+        at = x.storage_offset() + sample * batch + launch.row * width
+        return x.as_strided(shape, (step, head, 1), at)
 
     def _key_sums_of(self, launch: SharedLaunch, sample: int) -> list[Tensor]:
         """The buffers of dK and dV, [X, heads, keys * H]."""

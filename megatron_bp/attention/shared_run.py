@@ -88,7 +88,8 @@ class SharedRun:
         """Sums over all local rows, and what writes their query gradients."""
         q, _, (out, lse) = self.saved
         q, out, dout, dq = (x.transpose(0, 1) for x in (q, out, self.dout, self.grads[0]))
-        rows = self.sums.rows(dout, Saved(q, q, q, out, lse.permute(1, 2, 0)), group.tile)
+        local = Saved(q, q, q, out, lse.permute(1, 2, 0))
+        rows = self.sums.rows(dout, local, group.tile, all_rows=True)
 
         def write() -> None:
             if group.store:
@@ -106,7 +107,8 @@ class SharedRun:
         dq, at = self.grads[0], Problems(group.own[0], keys[0].k.shape[2])
         own_q = at.query(q)
         local = Saved(own_q, own_q, own_q, at.query(out), at.lse(lse))
-        rows = self.sums.rows(at.query(self.dout), local, group.tile)
+        all_rows = own_q.shape[:2] == (q.shape[1], q.shape[0]) and not at.step.joined
+        rows = self.sums.rows(at.query(self.dout), local, group.tile, all_rows=all_rows)
 
         def write() -> None:
             if at.kernel_may_write(q.shape[1]):

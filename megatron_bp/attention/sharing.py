@@ -129,10 +129,11 @@ class SharedRows(Protocol):
 class SharedBackward(Protocol):
     """A backward pass whose launches share accumulators."""
 
-    def rows(self, dout_BQNH: Tensor, saved: Saved, tile: int) -> SharedRows:
+    def rows(self, dout_BQNH: Tensor, saved: Saved, tile: int, *, all_rows: bool) -> SharedRows:
         """Sums for a row group: B samples, or problems with those of a sample `num_samples` apart.
 
-        Of `saved`, keys and values are not looked at.
+        `all_rows` says that they are all local rows, so what is known about these is not computed
+        again. Of `saved`, keys and values are not looked at.
         """
         ...
 

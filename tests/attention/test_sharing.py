@@ -41,14 +41,19 @@ class DenseShared:
 
     def __init__(self, like: Tensor, groups: tuple[KeyGroup, ...], rule: TileRule) -> None:
         self.groups, self.rule = groups, rule
+        self.row_sums: list[Tensor] = []
         self.sums = [
             torch.zeros(2, x.runs.num_problems * x.padded, *like.shape[1:], dtype=like.dtype)
             for x in groups
         ]
 
-    def rows(self, dout: Tensor, saved: Saved, tile: int) -> "DenseRows":
+    def rows(self, dout: Tensor, saved: Saved, tile: int, *, all_rows: bool) -> "DenseRows":
         """See SharedBackward."""
-        return DenseRows(self, dout, saved, tile)
+        rows = DenseRows(self, dout, saved, tile)
+        if all_rows:  # what is computed once must do for all such calls
+            self.row_sums.append(rows.row_sums())
+            assert torch.equal(self.row_sums[0], self.row_sums[-1])
+        return rows
 
     def write_keys(self, group: int, dk: Tensor, dv: Tensor) -> None:
         """See SharedBackward."""
