@@ -9,6 +9,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from megatron_bp.attention import bench, native
 from megatron_bp.attention.contract import Saved, Strategy, Window, window_mask
-from megatron_bp.attention.kernels.dense import attend, attend_backward
+from megatron_bp.attention.kernels.dense import DenseKernel, attend, attend_backward
 from megatron_bp.attention.merge import merge
+from megatron_bp.layout.plan import PlanRequest, make_plan
 
 small = pytest.importorskip("megatron_bp.attention.triton_small")
 
@@ -165,12 +167,33 @@ def check_layer(shape: bench.Shape, views: int) -> None:
         assert max(errors.values()) < 1e-5, errors
 
 
+def check_shared() -> None:
+    """Gradients of a layer whose other launches share accumulators, and hand over row sums."""
+    from tests.attention.test_sharing import SharingDense, gradients
+
+    kinds = []
+    backward_into = small.backward_into
+
+    def noted(rows: small.Rows, *args: Any) -> Any:
+        kinds.append(rows.out.ndim)
+        return backward_into(rows, *args)
+
+    small.backward_into = noted
+    plan = make_plan(PlanRequest(length=96, block_size=8, num_ranks=2, num_clean_shards=2), 1)
+    found = gradients(plan, SharingDense(), corrupted_only=False)
+    assert set(kinds) == {3}, "nobody handed over row sums"
+    native._runs_small = lambda _: False
+    for got, want in zip(found, gradients(plan, DenseKernel(), corrupted_only=False), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+
+
 def _interpret() -> None:
     check_all("cpu", torch.float32, 1e-5)
     native._runs_small = lambda _: True
     for views in (1, 2):
         check_layer(bench.Shape(4, 2, 16, block_size=8, window=20), views)
         check_layer(bench.Shape(2, 2, 16, block_size=8), views)
+    check_shared()
 
 
 if __name__ == "__main__":
