@@ -5,6 +5,7 @@ What only a GPU can show: that every operation of a step exists in gloo for CUDA
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def _jobs(rank: int, num_ranks: int, folder: str) -> None:
     from megatron_bp.mcore import cpu
     from megatron_bp.mcore.adaptor import train
 
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # Megatron's demand before Blackwell
     cpu.use_shipped_dataset_helpers()
     torch.compiler.set_stance("force_eager")  # small models: compiling takes most of the time
     # Parameters made on the CPU stay there.
