@@ -4,7 +4,7 @@ The package's backward is three kernels: one prepares LSE and row sums and zeroe
 the main one adds to fp32 buffers of dQ, dK and dV, and one rounds such a buffer to the model's
 dtype. Here the first runs once over all rows, the main one for each launch, the last once for dQ
 and for each buffer of keys. Grouped-query attention only: else the main kernel stores dK and dV.
-Specified by tests/attention/test_gpu_shared.py.
+Specified by tests/attention/test_flash4_sums.py (kernels replaced) and test_gpu_shared.py.
 Source: flash-attn-4 (flash_attn.cute.interface), https://github.com/Dao-AILab/flash-attention.
 """
 
