@@ -1,9 +1,8 @@
 """Context-sharded block-parallel attention: one autograd function for all modes and kernels.
 
 Owns the order of things: local launches run while the early slab travels, launches on the early
-slab while the late one does; backward reduces both slabs when nothing adds to them any more, and
-meanwhile runs the launches whose key gradients stay on this rank. Knows no mask (layout/), no wire
-format (comm/) and no kernel.
+slab while the late one does; backward reduces both slabs when nothing adds to them any more. Knows
+no mask (layout/), no wire format (comm/) and no kernel.
 Letters: T local rows, Z samples, N query heads, M key/value heads, H head size, S key rows.
 Specified by tests/attention/test_block_parallel.py.
 """
@@ -28,13 +27,12 @@ from megatron_bp.attention.interval import IntervalRun, interval_mask
 from megatron_bp.attention.keeping import ALONE, Slot
 from megatron_bp.attention.lanes import queue_on
 from megatron_bp.attention.native import NativeRun, Partial, empty_partial
-from megatron_bp.attention.own_last import own_last
-from megatron_bp.attention.problems import KeyValue, Spaces
+from megatron_bp.attention.problems import KeyValue
 from megatron_bp.attention.ragged import RaggedKernel, RaggedStep, together
 from megatron_bp.attention.schedule import Pass, Schedule, make_schedule
 from megatron_bp.comm.clean_kv import CleanGather, CleanReduce
 from megatron_bp.comm.groups import BlockGroups
-from megatron_bp.layout.decomposition import KeySpace, Phase
+from megatron_bp.layout.decomposition import Phase
 from megatron_bp.layout.plan import RankPlan
 
 
@@ -143,12 +141,6 @@ class _Call:
         todo, near = self.schedule.forward, self.groups.near
         return together(todo) if near and isinstance(self.kernel, RaggedKernel) else (todo, ())
 
-    @property
-    def backward(self) -> Pass:
-        todo = self.schedule.backward
-        interval = self.options.strategy is Strategy.INTERVAL
-        return todo if interval else own_last(self.plan, todo)
-
     def native(self) -> NativeRun:
         kernel, beside = cast(NativeKernel, self.kernel), self.plan.request.window > 0
         return NativeRun(kernel, self.options.softmax_scale, beside)
@@ -191,36 +183,27 @@ class _BlockParallelAttention(torch.autograd.Function):
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         dq[: call.first_row] = 0
         down = _own_grad_buffers(own.k, (dk[clean:], dv[clean:]), call)
-        todo, shard = call.backward, tuple[Tensor, ...]()
-        keys: Spaces = (_split(packed), own)
-        sums: Spaces = (_split(dpacked), down)
-        if KeySpace.SHARD in todo.num_keys:
-            size = (clean, *dpacked.shape[1:2], *dpacked.shape[3:])
-            shard = dpacked.new_empty(size), dpacked.new_empty(size)
-            keys, sums = (*keys, _alike(k[:clean], v[:clean])), (*sums, KeyValue(*shard))
-        saved = (q[call.first_row :], keys, Partial(out, lse))
-        grads = (dq[call.first_row :], sums)
-
-        def send() -> None:
-            # Not the late slab by itself: the rank with the last chunk computes on it until nearly
-            # the end, and meanwhile a waiting reduction would take multiprocessors from the other
-            # ranks' launches (two H200s: 6 % of backward, docs/bench/nccl.md).
-            for slab in (Phase.LATE, Phase.EARLY):
-                reduce.start(slab)
-
-        if call.options.strategy is Strategy.INTERVAL:
-            call.interval(q.device).backward(dout, saved, grads)
-            send()
-        else:
+        saved = (q[call.first_row :], (_split(packed), own), Partial(out, lse))
+        grads = (dq[call.first_row :], (_split(dpacked), down))
+        is_native = call.options.strategy is Strategy.NATIVE
+        if is_native:
             run = call.native()
-            rest = run.begin_backward(todo, dout, saved, grads, send)
+            rest = run.begin_backward(call.schedule.backward, dout, saved, grads)
             remote = (*rest.steps[Phase.LATE], *rest.steps[Phase.EARLY])
-            if remote:
-                run.backward(remote, dout, saved, grads, rest.row_sums)
-                send()
-            run.backward(rest.steps[Phase.LOCAL], dout, saved, grads, rest.row_sums)
+            run.backward(remote, dout, saved, grads, rest.row_sums)
+        else:
+            call.interval(q.device).backward(dout, saved, grads)
+        # Not the late slab by itself: the rank with the last chunk computes on it until nearly the
+        # end, and meanwhile a waiting reduction would take multiprocessors from the other ranks'
+        # launches. Nor before launches whose gradients stay here, for the same reason: 4 to 6 % of
+        # a step on four H200s (docs/bench/nccl.md).
+        for slab in (Phase.LATE, Phase.EARLY):
+            reduce.start(slab)
+        if is_native:
+            local = rest.steps[Phase.LOCAL]
+            run.backward(local, dout, saved, grads, rest.row_sums)
         _reduce_own_grads(down, (dk[clean:], dv[clean:]), call, wire)
-        reduce.finish_into(dk[:clean], dv[:clean], shard)
+        reduce.finish_into(dk[:clean], dv[:clean])
         return dq, dk, dv, None
 
 
@@ -295,17 +278,12 @@ def _own_keys(k: Tensor, v: Tensor, call: _Call, gathers: Sequence[CleanGather])
     """Corrupted keys: what `gathers` bring, or else the local ones."""
     if not gathers:
         k, v = k[call.plan.rows.num_clean :], v[call.plan.rows.num_clean :]
-        return _alike(k, v)
+        alike = k.stride() == v.stride() and k.stride(-1) == 1
+        return KeyValue(k, v) if alike else KeyValue(k.contiguous(), v.contiguous())
     for gather in gathers:
         gather.wait(Phase.LATE)
     buffers = [gather.buffer_SZ2MH for gather in gathers]
     return _split(torch.cat(buffers) if len(buffers) > 1 else buffers[0])
-
-
-def _alike(k: Tensor, v: Tensor) -> KeyValue:
-    """Keys and values with the same strides."""
-    alike = k.stride() == v.stride() and k.stride(-1) == 1
-    return KeyValue(k, v) if alike else KeyValue(k.contiguous(), v.contiguous())
 
 
 def _own_grad_buffers(own_k: Tensor, local: tuple[Tensor, Tensor], call: _Call) -> KeyValue:

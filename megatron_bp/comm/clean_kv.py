@@ -167,19 +167,16 @@ class CleanReduce:
         self.finish_into(local[:, :, 0], local[:, :, 1])
         return local[:, :, 0], local[:, :, 1]
 
-    def finish_into(self, dk_RZMH: Tensor, dv_RZMH: Tensor, own: tuple[Tensor, ...] = ()) -> None:
-        """Like `finish`, written to tensors of any dtype.
-
-        `own` are gradients [num_rows, Z, M, H] of k and v that did not travel, added on the way.
-        """
+    def finish_into(self, dk_RZMH: Tensor, dv_RZMH: Tensor) -> None:
+        """Like `finish`, written to tensors of any dtype."""
         for phase in self._deferred:
             self._start(phase)
         self._deferred.clear()
         parts: list[tuple[int, Tensor]] = []
         exchange = self.exchange
         if exchange.num_shards == 1 or isinstance(exchange, WindowExchange):
-            mine = [self.grad_SZ2MH[x.target : x.target + x.length] for x in exchange.own]
-            parts += [(copy.source, part) for copy, part in zip(exchange.own, mine, strict=True)]
+            own = [self.grad_SZ2MH[x.target : x.target + x.length] for x in exchange.own]
+            parts += [(copy.source, part) for copy, part in zip(exchange.own, own, strict=True)]
         for phase, pending in self._pending.items():
             pending.wait()
             if isinstance(exchange, WindowExchange):
@@ -191,12 +188,8 @@ class CleanReduce:
             dk_RZMH[lo:hi] = 0
             dv_RZMH[lo:hi] = 0
         for row, part in parts:
-            here = slice(row, row + len(part))
-            for i, into in enumerate((dk_RZMH, dv_RZMH)):
-                if own:
-                    torch.add(part[:, :, i], own[i][here], out=into[here])
-                else:
-                    into[here] = part[:, :, i]
+            dk_RZMH[row : row + len(part)] = part[:, :, 0]
+            dv_RZMH[row : row + len(part)] = part[:, :, 1]
 
     def _add_received(self, exchange: WindowExchange, received: Tensor) -> None:
         """Adds what peers sent to this rank's own rows of the buffer."""
