@@ -195,7 +195,7 @@ class _BlockParallelAttention(torch.autograd.Function):
             call.interval(q.device).backward(dout, saved, grads)
         # Not the late slab by itself: the rank with the last chunk computes on it until nearly the
         # end, and meanwhile a waiting reduction would take multiprocessors from the other ranks'
-        # launches. Nor before launches whose gradients stay here, for the same reason: 4 to 6 % of
+        # launches. Nor before launches whose gradients stay here, for the same reason: 3 to 6 % of
         # a step on four H200s (docs/bench/nccl.md).
         for slab in (Phase.LATE, Phase.EARLY):
             reduce.start(slab)

@@ -144,8 +144,8 @@ def _row(
 def inexact(rows: Iterable[dict[str, Any]], one_rank: Iterable[dict[str, Any]]) -> list[str]:
     """What is not exact: over the tolerance, and over twice the error of one rank.
 
-    A device may round more than the tolerance by itself (a GPU's kernel for blocks computes fp64 in
-    fp32), and bf16 has none: rows are compared with those of `one_rank`, which are not judged in
+    A device may round more than the tolerance by itself (Megatron's rotary table is fp32, and a
+    GPU's cosines are not a CPU's), and bf16 has none: rows are compared with those of `one_rank`, which are not judged in
     bf16. A row in bf16 without one to compare with is not exact.
     """
     alone = {(row["problem"], row["dtype"]): row["grad_error"] for row in one_rank}
