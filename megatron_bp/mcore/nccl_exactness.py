@@ -145,8 +145,8 @@ def inexact(rows: Iterable[dict[str, Any]], one_rank: Iterable[dict[str, Any]]) 
     """What is not exact: over the tolerance, and over twice the error of one rank.
 
     A device may round more than the tolerance by itself (Megatron's rotary table is fp32, and a
-    GPU's cosines are not a CPU's), and bf16 has none: rows are compared with those of `one_rank`, which are not judged in
-    bf16. A row in bf16 without one to compare with is not exact.
+    GPU's cosines are not a CPU's), and bf16 has none: rows are compared with those of `one_rank`,
+    which are not judged in bf16. A row in bf16 without one to compare with is not exact.
     """
     alone = {(row["problem"], row["dtype"]): row["grad_error"] for row in one_rank}
     bad = []
