@@ -70,7 +70,6 @@ class SharedRun:
         q, out, dout, dq = (x.transpose(0, 1) for x in (q, out, self.dout, self.grads[0]))
         local = Saved(q, q, q, out, lse.permute(1, 2, 0))
         rows = self.sums.rows(dout, local, group.tile, all_rows=True)
-
         return rows, partial_call(rows.write, dq)
 
     def _apart(self, group: RowGroup) -> tuple[SharedRows, Callable[[], None]]:
