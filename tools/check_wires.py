@@ -5,8 +5,8 @@
     tools/check_wires.py --references refs.pt --json one.json      # one GPU, the yardstick
     torchrun --nproc-per-node 2 tools/check_wires.py --references refs.pt --one one.json
 
-Exits with 1 if a layout is not exact: over 1e-10 (fp64) or 2e-5 (fp32), and over twice the
-error of one rank.
+Exits with 1 if a layout is not exact: over 1e-10 (fp64) or 2e-5 (fp32), and over 1.5 times
+the error of one rank.
 """
 
 import argparse
