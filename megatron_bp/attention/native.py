@@ -128,7 +128,7 @@ class NativeRun:
 
         todo = _small_problems(step, q.device)
         into = (partial.out, partial.lse)
-        small.forward_into(q, small.Keys(*keys), todo, self.scale, into, store=step.rows.store)
+        small.forward_into(q, _near(step, keys), todo, self.scale, into, store=step.rows.store)
         return _nothing
 
     def begin_backward(
@@ -137,10 +137,12 @@ class NativeRun:
         dout_TZNH: Tensor,
         saved: tuple[Tensor, Spaces, Partial],
         grads: tuple[Tensor, Spaces],
+        clean_done: Finish = _nothing,
     ) -> Rest:
         """Zeroes what no launch stores and runs launches that share accumulators; returns the rest.
 
-        `grads` may be unwritten. The rest of the pass adds to it.
+        `grads` may be unwritten. The rest of the pass adds to it. If its steps in phases EARLY and
+        LATE are none, `clean_done` is called once nothing will add to the clean buffer any more.
         """
         q, keys = saved[:2]
         kernel, size = self.kernel, q.shape[3]
@@ -148,12 +150,16 @@ class NativeRun:
         if isinstance(kernel, SharingKernel) and kernel.shares(size, queries_per_key):
             shared = _shared(todo, kernel.tiles(size), size, _runs_small(q))
         _clear_gaps(shared.rest, grads)
+        steps = shared.rest.steps
+        done = _nothing if steps[Phase.EARLY] or steps[Phase.LATE] else clean_done
         row_sums: tuple[Tensor, ...] = ()
         if shared.rows and isinstance(kernel, SharingKernel):
             sums = kernel.share(keys[0].k, queries_per_key, shared.keys, self.scale)
             queue = queue_on(q.device, self.beside)
-            row_sums = SharedRun(shared, sums, queue, dout_TZNH, saved, grads).run()
-        return Rest(shared.rest.steps, row_sums)
+            row_sums = SharedRun(shared, sums, queue, dout_TZNH, saved, grads).run(done)
+        else:
+            done()
+        return Rest(steps, row_sums)
 
     def backward(
         self,
@@ -222,17 +228,17 @@ class NativeRun:
         stores = small.Stores(step.rows.store, _stores(clean), _stores(own), _apart(clean))
         left = small.backward_into(
             small.Rows(q, row_sums[0] if row_sums else partial.out, partial.lse, dout_TZNH),
-            small.Keys(*keys),
+            _near(step, keys),
             _small_problems(step, q.device),
             self.scale,
-            (dq, small.Keys(*dkeys)),
+            (dq, _near(step, dkeys)),
             stores,
         )
 
         def finish() -> None:
             for runs, values in zip((clean, far), left, strict=True):
                 for run in runs if values[0].shape[1] else ():
-                    add_rows(tuple(dkeys[KeySpace.CLEAN]), run, values)
+                    add_rows(_near(step, dkeys).clean, run, values)
 
         return finish
 
@@ -242,9 +248,18 @@ SmallRuns = tuple[tuple[Runs, ...], tuple[Runs, ...], tuple[Runs, ...]]
 
 def _small_runs(step: Step) -> SmallRuns:
     """The clean run, the own run and the far end of a step's problems; empty where absent."""
-    clean = tuple(runs for space, runs in step.keys if space is KeySpace.CLEAN)
+    clean = tuple(runs for space, runs in step.keys if space is not KeySpace.OWN)
     own = tuple(runs for space, runs in step.keys if space is KeySpace.OWN)
     return clean, own, tuple(runs for far in step.far for _, runs in far.keys)
+
+
+def _near(step: Step, spaces: Spaces) -> Any:
+    """The clean buffer, or instead this rank's shard, as a step reads it, and the own one."""
+    from megatron_bp.attention import triton_small as small
+
+    in_shard = any(space is KeySpace.SHARD for space, _ in step.keys)
+    clean = spaces[KeySpace.SHARD if in_shard else KeySpace.CLEAN]
+    return small.Keys(tuple(clean), tuple(spaces[KeySpace.OWN]))  # type: ignore[arg-type]
 
 
 def _stores(runs: tuple[Runs, ...]) -> bool:
@@ -273,6 +288,9 @@ def _is_small(step: Step, q_TZNH: Tensor) -> bool:
 @lru_cache(maxsize=8192)
 def _fits_small(step: Step, head_size: int) -> bool:
     if any(x.joined or x.folded for x in (step, *step.far)):
+        return False
+    spaces = {space for x in (step, *step.far) for space, _ in x.keys} - {KeySpace.OWN}
+    if len(spaces) > 1:  # the kernel reads one buffer beside the own one
         return False
     from megatron_bp.attention import triton_small as small
 

@@ -22,7 +22,7 @@ class KeyValue(NamedTuple):
     v: Tensor
 
 
-Spaces = tuple[KeyValue, KeyValue]  # indexed by KeySpace: clean, own
+Spaces = tuple[KeyValue, ...]  # indexed by KeySpace: clean, own, and the shard if a pass has it
 
 
 def add_pieces(into: KeyValue, runs: Runs, dk_XKZMH: Tensor, dv_XKZMH: Tensor) -> None:

@@ -1,11 +1,12 @@
-"""Runs the launches of a backward pass that share accumulators.
+"""Runs the launches of a backward pass that share accumulators, in two parts if some stay home.
 
-Letters: T local rows, S key rows, Z samples, X problems, Q rows of a problem, N query heads, M
-key/value heads, H head size.
+The first part ends with the gradients of the clean buffer, which travel; the second one holds
+launches at keys whose gradients do not. Letters: T local rows, S key rows, Z samples, X problems,
+Q rows of a problem, N query heads, M key/value heads, H head size.
 Specified by tests/attention/test_sharing.py.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial as partial_call
 
@@ -41,23 +42,42 @@ class SharedRun:
     saved: tuple[Tensor, Spaces, tuple[Tensor, Tensor]]
     grads: tuple[Tensor, Spaces]
 
-    def run(self) -> tuple[Tensor, ...]:
-        """Runs everything.
+    def run(self, first_done: Callable[[], None]) -> tuple[Tensor, ...]:
+        """Runs everything, and `first_done` as soon as the first part's gradients are written.
 
         Returns rowsum(dout * out) [T, Z, N] if launches share all local rows, else nothing.
         """
         sums: list[Tensor] = []
-        for group in self.shared.rows:
-            rows, write = self._together(group) if not group.own else self._apart(group)
-            if not group.own:
-                sums.append(rows.row_sums().permute(2, 0, 1))
-            self._launch(rows, group.launches)
-            write()
-        for i, keys in enumerate(self.shared.keys):
-            self._write_keys(i, keys)
+        parts = [self._rows(group, sums) for group in self.shared.rows]
+        for is_first in (True, False):
+            for part in parts:
+                next(part, None)
+            for i, group in enumerate(self.shared.keys):
+                if self.shared.ends_first(group.space) is is_first:
+                    self._write_keys(i, group)
+            if is_first:
+                first_done()
         return tuple(sums)
 
-    def _launch(self, rows: SharedRows, launches: Iterable[SharedLaunch]) -> None:
+    def _rows(self, group: RowGroup, sums: list[Tensor]) -> Iterator[None]:
+        """A row group's launches and query gradients; yields where its second part begins.
+
+        Row sums of a group over all local rows go to `sums`.
+        """
+        first = [x for x in group.launches if self.shared.ends_first(x.space)]
+        last = [x for x in group.launches if not self.shared.ends_first(x.space)]
+        if not first:
+            yield
+        rows, write = self._together(group) if not group.own else self._apart(group)
+        if not group.own:
+            sums.append(rows.row_sums().permute(2, 0, 1))
+        self._launch(rows, first)
+        if first and last:
+            yield
+        self._launch(rows, last)
+        write()
+
+    def _launch(self, rows: SharedRows, launches: list[SharedLaunch]) -> None:
         for launch in launches:
             pairs = launch.num_problems * launch.num_rows * launch.num_keys
             one = partial_call(_launch, rows, launch, self.saved[1][launch.space])
@@ -70,7 +90,16 @@ class SharedRun:
         q, out, dout, dq = (x.transpose(0, 1) for x in (q, out, self.dout, self.grads[0]))
         local = Saved(q, q, q, out, lse.permute(1, 2, 0))
         rows = self.sums.rows(dout, local, group.tile, all_rows=True)
-        return rows, partial_call(rows.write, dq)
+
+        def write() -> None:
+            if group.store:
+                rows.write(dq)
+                return
+            part = torch.empty_like(dq)
+            rows.write(part)
+            dq.add_(part)
+
+        return rows, write
 
     def _apart(self, group: RowGroup) -> tuple[SharedRows, Callable[[], None]]:
         """Sums over the rows of one step, and what writes their query gradients."""

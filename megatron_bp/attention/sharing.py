@@ -81,12 +81,14 @@ class KeyGroup:
 class RowGroup:
     """Launches whose query gradients share a buffer, in tiles of `tile` rows.
 
-    `own` holds the step if it is a single one with rows of its own; else they are all local rows.
+    `own` holds the step if it is a single one with rows of its own; else they are all local rows,
+    which no group before touched if it may `store`.
     """
 
     tile: int
     launches: tuple[SharedLaunch, ...]
     own: tuple[Step, ...] = ()
+    store: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +101,13 @@ class Shared:
     rows: tuple[RowGroup, ...]
     keys: tuple[KeyGroup, ...]
     rest: Pass
+
+    def ends_first(self, space: KeySpace) -> bool:
+        """Whether launches at keys of a space are in the first part of the pass.
+
+        Those at the clean buffer are, and if none are at the shard, all.
+        """
+        return space is KeySpace.CLEAN or all(x.space is not KeySpace.SHARD for x in self.keys)
 
 
 class SharedRows(Protocol):
@@ -205,15 +214,27 @@ def share(todo: Pass, rule: TileRule, stays: Callable[[Step], bool]) -> Shared:
 def _row_groups(
     found: list[tuple[_Candidate, SharedLaunch]], tile: int, book: RowBook
 ) -> Iterator[RowGroup]:
-    """Launches in row groups, those over all local rows first: they store, the others add."""
+    """Launches in row groups: those at the clean buffer end first if others are at the shard.
+
+    Of these the one over most rows comes first: it stores what the others add to.
+    """
+    apart = any(x.space is KeySpace.SHARD for x, _ in found)
+    if apart:
+        found = sorted(found, key=lambda pair: -pair[0].num_problems * pair[0].num_rows)
+
+    def alone(is_first: bool) -> Iterator[RowGroup]:
+        for x, launch in found:
+            if (apart and x.space is KeySpace.CLEAN) is is_first:
+                for step in x.own:
+                    at = book.write(step.rows.starts, step.rows.length, in_pieces=False)
+                    yield RowGroup(x.tile, (launch,), (replace(step, rows=at),))
+
+    yield from alone(True)
     together = tuple(launch for x, launch in found if not x.own)
     if together:
-        book.write(np.zeros(1, dtype=np.int64), len(book.touched), in_pieces=False)
-        yield RowGroup(tile, together)
-    for x, launch in found:
-        for step in x.own:
-            at = book.write(step.rows.starts, step.rows.length, in_pieces=False)
-            yield RowGroup(x.tile, (launch,), (replace(step, rows=at),))
+        everything = np.zeros(1, dtype=np.int64), len(book.touched)
+        yield RowGroup(tile, together, store=book.write(*everything, in_pieces=False).store)
+    yield from alone(False)
 
 
 def _steps(todo: Pass, stays: Callable[[Step], bool]) -> Iterator[tuple[Phase, Step]]:

@@ -29,10 +29,15 @@ class Phase(IntEnum):
 
 
 class KeySpace(IntEnum):
-    """Which key buffer a key run lies in."""
+    """Which key buffer a key run lies in.
+
+    CLEAN holds gathered clean keys, OWN corrupted ones. SHARD (in backward) holds this rank's own
+    clean rows in local order.
+    """
 
     CLEAN = 0
     OWN = 1
+    SHARD = 2
 
 
 @dataclass(frozen=True, eq=False)
