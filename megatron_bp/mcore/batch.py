@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -105,6 +106,20 @@ class Targets:
     bucket: Tensor
     num_counted: Tensor
     num_rows: Tensor
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Row and sample of each target, int64 [R] each, in the order of rows.
+
+        The first use waits for the device, since R is the length of the answer; later ones do not.
+        """
+        row, sample = self.is_target.nonzero(as_tuple=True)
+        return row, sample
+
+    @cached_property
+    def picked_labels(self) -> Tensor:
+        """Labels of the targets, int64 [R]."""
+        return self.labels[self.places]
 
 
 def receive_batch(

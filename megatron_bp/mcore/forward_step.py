@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -40,6 +40,7 @@ from megatron_bp.objectives.accuracy import label_wins
 from megatron_bp.objectives.loss import (
     LOCAL,
     LossOptions,
+    check_labels,
     linear_cross_entropy,
     weighted_cross_entropy,
 )
@@ -51,13 +52,36 @@ Scores = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class TargetHead:
-    """What the output processor needs: which rows are targets, and how the loss is computed."""
+    """What the output processor needs: which rows are targets, and how the loss is computed.
+
+    `is_ready`: `get_ready` found places and checked labels before the model ran.
+    """
 
     targets: Targets
     num_valid_vocab: int
     excluded_id: int
     chunk_rows: int
     with_accuracy: bool
+    is_ready: bool = False
+
+    def get_ready(self) -> TargetHead:
+        """This head, with all that needs an answer of the device done.
+
+        Before the model runs the device is idle; after it, waiting for an answer would let the
+        device run dry between forward and backward.
+        """
+        check_labels(self.targets.picked_labels, self.options(0))
+        return replace(self, is_ready=True)
+
+    def options(self, vocab_start: int) -> LossOptions:
+        """The loss's options on the rank whose vocabulary begins at an id."""
+        return LossOptions(
+            vocab_start=vocab_start,
+            num_valid_vocab=self.num_valid_vocab,
+            excluded_id=self.excluded_id,
+            chunk_rows=self.chunk_rows,
+            labels_checked=self.is_ready,
+        )
 
 
 def score_targets(
@@ -79,23 +103,18 @@ def score_targets(
             hidden_states, tensor_parallel_output_grad=False
         )
     weight = output_layer.weight if output_weight is None else output_weight
-    is_target, labels = head.targets.is_target, head.targets.labels
-    rows = hidden_states[-len(is_target) :][is_target].to(weight.dtype)
-    options = LossOptions(
-        vocab_start=group.rank() * len(weight),
-        num_valid_vocab=head.num_valid_vocab,
-        excluded_id=head.excluded_id,
-        chunk_rows=head.chunk_rows,
-    )
+    targets = head.targets
+    rows = hidden_states[-len(targets.is_target) :][targets.places].to(weight.dtype)
+    options = head.options(group.rank() * len(weight))
     over = group if group.size() > 1 else LOCAL
-    operands = (rows, weight, labels[is_target])
-    row_weight = head.targets.weights[is_target]
+    operands = (rows, weight, targets.picked_labels)
+    row_weight = targets.weights[targets.places]
     if rows.dtype == torch.float16:  # its gradients need the scale of the loss, known in backward
         losses = linear_cross_entropy(*operands, options=options, group=over)
         total = (losses.double() * row_weight).sum()
     else:
         total, losses = weighted_cross_entropy(*operands, row_weight, options=options, group=over)
-    wins = is_target.new_empty(0)
+    wins = targets.is_target.new_empty(0)
     if head.with_accuracy:
         wins = label_wins(*operands, options=options, group=over)
     return total, losses.detach(), wins
@@ -133,19 +152,21 @@ class DiffusionForwardStep:
         layout = self.layouts.of(batch)
         timers("batch-generator").stop()
         targets = batch.targets(layout, self.rules.objective)
+        head = TargetHead(
+            targets,
+            self.num_valid_vocab,
+            self.rules.mask_token_id if self.rules.objective.exclude_mask_logit else -1,
+            self.config.bp_loss_chunk_rows,
+            with_accuracy=not training,
+        )
+        has_head = bool(get_attr_wrapped_model(model, "post_process"))
         output = model(
             batch.tokens(layout),
             layout.position.expand(len(batch.streams), -1),
             None,
             packed_seq_params=make_params(layout, self._keeping(model)),
             output_processor=score_targets,
-            output_processor_context=TargetHead(
-                targets,
-                self.num_valid_vocab,
-                self.rules.mask_token_id if self.rules.objective.exclude_mask_logit else -1,
-                self.config.bp_loss_chunk_rows,
-                with_accuracy=not training,
-            ),
+            output_processor_context=head.get_ready() if has_head else head,
             **self._row_mask(layout, len(batch.streams), vp_stage),
         )
         return output, partial(self._loss, targets, layout, training)
@@ -250,8 +271,10 @@ class DiffusionForwardStep:
         if training:
             report |= self._meter.report(layout, targets.is_target)
             if layout.groups.num_ranks > 1:
-                pair = torch.tensor([owned_imbalance(layout.plan), 1.0], dtype=torch.float64)
-                report["attention imbalance"] = pair.to(loss.device)
+                one = torch.ones((), dtype=torch.float64, device=loss.device)
+                report["attention imbalance"] = torch.stack(
+                    [one * owned_imbalance(layout.plan), one]
+                )
         if per_batch:
             return loss, targets.num_counted.to(torch.int), report
         return loss, report
@@ -265,7 +288,7 @@ def target_report(
     A quarter of the noise levels without a target in the whole batch is reported as NaN.
     """
     _, losses, wins = scores
-    bucket = targets.bucket[targets.is_target]
+    bucket = targets.bucket[targets.places]
     sums = torch.zeros(CLEAN + 1, dtype=torch.float64, device=losses.device)
     counts = sums.index_add(0, bucket, torch.ones_like(losses, dtype=torch.float64))
     pairs = torch.stack([sums.index_add(0, bucket, losses.double()), counts], 1)

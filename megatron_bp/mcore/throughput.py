@@ -156,7 +156,8 @@ class Meter:
             peak, _ = peak_of_run(self.args, self.config)
             if peak:
                 found["model FLOPs utilization"] = one / peak
-        clock = torch.tensor(seconds, dtype=torch.float64, device=is_target.device)
+        # Filled on the device: a copy to it would wait for all that is queued there.
+        clock = torch.full((), seconds, dtype=torch.float64, device=is_target.device)
         return {name: torch.stack([clock * 0 + work, clock]) for name, work in found.items()}
 
     def useful_flops(self, layout: Layout, is_target: Tensor) -> Tensor:

@@ -42,13 +42,15 @@ class LossOptions:
 
     Units: `chunk_rows` in rows of one product, the same on all ranks of a group. Memory holds
     chunk_rows * V numbers in the type of the operands. Each chunk reads and writes the float32 sum
-    of the weight gradient once: small chunks cost speed.
+    of the weight gradient once: small chunks cost speed. `labels_checked` says that `check_labels`
+    passed already, when the device had nothing else to do.
     """
 
     vocab_start: int
     num_valid_vocab: int
     excluded_id: int = -1
     chunk_rows: int = 2048
+    labels_checked: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("vocab_start", 0), ("num_valid_vocab", 1), ("chunk_rows", 1)):

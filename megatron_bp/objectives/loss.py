@@ -20,7 +20,14 @@ from torch.autograd.function import once_differentiable
 
 from megatron_bp.objectives.head import LOCAL, Head, Local, Logits, LossOptions, gradients, scaled
 
-__all__ = ["LOCAL", "Local", "LossOptions", "linear_cross_entropy", "weighted_cross_entropy"]
+__all__ = [
+    "LOCAL",
+    "Local",
+    "LossOptions",
+    "check_labels",
+    "linear_cross_entropy",
+    "weighted_cross_entropy",
+]
 
 
 def linear_cross_entropy(
@@ -37,7 +44,7 @@ def linear_cross_entropy(
     vocabulary. The gradient of `hidden` is summed over the group here (no caller may sum it again),
     that of `weight` is local. Low-precision inputs are computed and accumulated in float32, and
     gradients rounded once to the inputs' types. R may be 0. Checking labels costs one
-    device-to-host read of a single value a call.
+    device-to-host read of a single value a call, unless `options` say that they are checked.
 
     The gradient of a low-precision `weight` is rounded in place: until it is dropped it holds the
     memory of its float32 sum, twice its own size.
@@ -46,7 +53,8 @@ def linear_cross_entropy(
     Raises: ValueError or TypeError if shapes, types or labels do not fit.
     """
     _check_inputs(hidden, weight, labels)
-    _check_labels(labels, options)
+    if not options.labels_checked:
+        check_labels(labels, options)
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, options, group)
     return loss
 
@@ -71,7 +79,8 @@ def weighted_cross_entropy(
     Raises: as there; TypeError for float16, whose gradients need the scale of the loss beforehand.
     """
     _check_inputs(hidden, weight, labels)
-    _check_labels(labels, options)
+    if not options.labels_checked:
+        check_labels(labels, options)
     if row_weight.shape != labels.shape or row_weight.requires_grad:
         raise ValueError(
             f"row_weight {list(row_weight.shape)} must be a constant of shape "
@@ -197,7 +206,11 @@ def _check_inputs(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
         raise TypeError(f"labels are {labels.dtype}; they must be torch.int64.")
 
 
-def _check_labels(labels: Tensor, options: LossOptions) -> None:
+def check_labels(labels: Tensor, options: LossOptions) -> None:
+    """Returns if every label counts; waits for the device.
+
+    Raises: ValueError that names the first row whose label does not.
+    """
     wrong_R = (labels < 0) | (labels >= options.num_valid_vocab) | (labels == options.excluded_id)
     if not wrong_R.any():
         return

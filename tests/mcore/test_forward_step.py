@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_bp.layout.plan import PlanRequest, make_plan
 from megatron_bp.mcore import forward_step
 from megatron_bp.mcore.batch import CLEAN, Targets
 from megatron_bp.mcore.forward_step import target_report
@@ -99,3 +101,72 @@ def test_one_level_is_one_quarter() -> None:
     objective = make_objective("sdar", t_min=0.5, t_max=0.5)
     found = report([0, 0], [1.0, 3.0], objective=objective)
     assert found == {"masked fraction": [2, 10], "loss at t 0.50": [4, 2]}
+
+
+class DeviceAnswers(TorchDispatchMode):
+    """Notes operations that make a CPU wait for its device: they read sizes or values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        by_mask = func is torch.ops.aten.index.Tensor and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
+        )
+        reads = (
+            torch.ops.aten.nonzero.default,
+            torch.ops.aten._local_scalar_dense.default,
+        )
+        if by_mask or func in reads:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def scored(head: forward_step.TargetHead, layer: torch.nn.Linear) -> forward_step.Scores:
+    hidden = torch.ones(len(head.targets.is_target), 1, 4, requires_grad=True)
+    return forward_step.score_targets(
+        hidden_states=hidden, output_layer=layer, output_weight=None, context=head
+    )
+
+
+def test_nothing_waits_for_the_device_from_the_model_to_the_end_of_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    monkeypatch.setattr(
+        forward_step.parallel_state, "get_tensor_model_parallel_group", lambda: alone
+    )
+    args = SimpleNamespace(
+        check_for_nan_in_loss_and_grad=False, seq_length=8, data_parallel_size=1,
+        log_throughput=False,
+    )  # fmt: skip
+    step = forward_step.DiffusionForwardStep(
+        args, SimpleNamespace(), SimpleNamespace(objective=JOINT), 8
+    )
+    groups = SimpleNamespace(num_ranks=2)
+    step.__dict__["layouts"] = SimpleNamespace(common=SimpleNamespace(groups=groups))
+    plan = make_plan(PlanRequest(length=8, block_size=2, num_ranks=2, num_clean_shards=2), 0)
+    layout = SimpleNamespace(groups=groups, plan=plan)
+    layer = torch.nn.Linear(4, 8, bias=False)
+    layer.sequence_parallel = False  # type: ignore[assignment]
+    head = forward_step.TargetHead(targets([0, CLEAN], 2), 8, -1, 7, with_accuracy=False)
+
+    with DeviceAnswers() as before:  # the order of answers is what the test is about
+        ready = head.get_ready()
+    assert len(before.found) >= 2
+    uploads: list[Any] = []
+    monkeypatch.setattr(torch, "tensor", lambda *given, **named: uploads.append(given))
+    with DeviceAnswers() as during:
+        for _ in range(2):  # throughput is reported from the second micro-batch on
+            loss, report = step._loss(ready.targets, layout, True, scored(ready, layer))
+        loss.backward()
+    assert during.found == uploads == []
+    assert {"tokens per second", "attention imbalance", *QUARTERS} <= report.keys()
+    assert float(loss.detach()) == pytest.approx(float(scored(head, layer)[0].detach()))
+
+
+def test_a_label_that_does_not_count_is_refused_before_the_model_runs() -> None:
+    head = forward_step.TargetHead(targets([0, 1], 2), 8, 0, 7, with_accuracy=False)
+    with pytest.raises(ValueError, match=r"the label of row 0 is 0; .* excluded_id=0"):
+        head.get_ready()
