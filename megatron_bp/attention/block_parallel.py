@@ -1,8 +1,9 @@
 """Context-sharded block-parallel attention: one autograd function for all modes and kernels.
 
 Owns the order of things: local launches run while the early slab travels, launches on the early
-slab while the late one does; backward reduces both slabs when nothing adds to them any more. Knows
-no mask (layout/), no wire format (comm/) and no kernel.
+slab while the late one does; backward reduces both slabs when nothing adds to them any more, and
+may run the launches whose key gradients stay on this rank meanwhile. Knows no mask (layout/), no
+wire format (comm/) and no kernel.
 Letters: T local rows, Z samples, N query heads, M key/value heads, H head size, S key rows.
 Specified by tests/attention/test_block_parallel.py.
 """
@@ -27,12 +28,13 @@ from megatron_bp.attention.interval import IntervalRun, interval_mask
 from megatron_bp.attention.keeping import ALONE, Slot
 from megatron_bp.attention.lanes import queue_on
 from megatron_bp.attention.native import NativeRun, Partial, empty_partial
-from megatron_bp.attention.problems import KeyValue
+from megatron_bp.attention.own_last import own_last
+from megatron_bp.attention.problems import KeyValue, Spaces
 from megatron_bp.attention.ragged import RaggedKernel, RaggedStep, together
 from megatron_bp.attention.schedule import Pass, Schedule, make_schedule
 from megatron_bp.comm.clean_kv import CleanGather, CleanReduce
 from megatron_bp.comm.groups import BlockGroups
-from megatron_bp.layout.decomposition import Phase
+from megatron_bp.layout.decomposition import KeySpace, Phase
 from megatron_bp.layout.plan import RankPlan
 
 
@@ -45,7 +47,10 @@ class GradWire(StrEnum):
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How a layer computes. `corrupted_only` skips clean queries (a pruned last layer)."""
+    """How a layer computes. `corrupted_only` skips clean queries (a pruned last layer).
+
+    With `own_last` backward starts the reduction before the launches at this rank's own clean keys.
+    """
 
     softmax_scale: float
     strategy: Strategy = Strategy.NATIVE
@@ -53,6 +58,7 @@ class AttentionOptions:
     grad_wire: GradWire = GradWire.FP32
     corrupted_only: bool = False
     deterministic: bool = False
+    own_last: bool = False
 
 
 def block_parallel_attention(
@@ -141,6 +147,11 @@ class _Call:
         todo, near = self.schedule.forward, self.groups.near
         return together(todo) if near and isinstance(self.kernel, RaggedKernel) else (todo, ())
 
+    @property
+    def backward(self) -> Pass:
+        todo = self.schedule.backward
+        return own_last(self.plan, todo) if self.options.own_last else todo
+
     def native(self) -> NativeRun:
         kernel, beside = cast(NativeKernel, self.kernel), self.plan.request.window > 0
         return NativeRun(kernel, self.options.softmax_scale, beside)
@@ -183,27 +194,32 @@ class _BlockParallelAttention(torch.autograd.Function):
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         dq[: call.first_row] = 0
         down = _own_grad_buffers(own.k, (dk[clean:], dv[clean:]), call)
-        saved = (q[call.first_row :], (_split(packed), own), Partial(out, lse))
-        grads = (dq[call.first_row :], (_split(dpacked), down))
+        keys: Spaces = (_split(packed), own)
+        sums: Spaces = (_split(dpacked), down)
+        shard: tuple[Tensor, ...] = ()
         is_native = call.options.strategy is Strategy.NATIVE
-        if is_native:
-            run = call.native()
-            rest = run.begin_backward(call.schedule.backward, dout, saved, grads)
-            remote = (*rest.steps[Phase.LATE], *rest.steps[Phase.EARLY])
-            run.backward(remote, dout, saved, grads, rest.row_sums)
-        else:
-            call.interval(q.device).backward(dout, saved, grads)
+        if is_native and KeySpace.SHARD in call.backward.num_keys:
+            size = (clean, *dpacked.shape[1:2], *dpacked.shape[3:])
+            shard = dpacked.new_empty(size), dpacked.new_empty(size)
+            keys, sums = (*keys, _alike(k[:clean], v[:clean])), (*sums, KeyValue(*shard))
+        saved = (q[call.first_row :], keys, Partial(out, lse))
+        grads = (dq[call.first_row :], sums)
         # Not the late slab by itself: the rank with the last chunk computes on it until nearly the
         # end, and meanwhile a waiting reduction would take multiprocessors from the other ranks'
-        # launches. Nor before launches whose gradients stay here, for the same reason: 3 to 6 % of
-        # a step on four H200s (docs/bench/nccl.md).
-        for slab in (Phase.LATE, Phase.EARLY):
-            reduce.start(slab)
+        # launches (docs/bench/nccl.md).
         if is_native:
-            local = rest.steps[Phase.LOCAL]
-            run.backward(local, dout, saved, grads, rest.row_sums)
+            run = call.native()
+            rest = run.begin_backward(call.backward, dout, saved, grads, reduce.start)
+            remote = (*rest.steps[Phase.LATE], *rest.steps[Phase.EARLY])
+            if remote:
+                run.backward(remote, dout, saved, grads, rest.row_sums)
+                reduce.start()
+            run.backward(rest.steps[Phase.LOCAL], dout, saved, grads, rest.row_sums)
+        else:
+            call.interval(q.device).backward(dout, saved, grads)
+            reduce.start()
         _reduce_own_grads(down, (dk[clean:], dv[clean:]), call, wire)
-        reduce.finish_into(dk[:clean], dv[:clean])
+        reduce.finish_into(dk[:clean], dv[:clean], shard)
         return dq, dk, dv, None
 
 
@@ -231,8 +247,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Partial, tupl
 
 
 def _start_gather(k: Tensor, v: Tensor, call: _Call) -> CleanGather:
-    clean = call.plan.rows.num_clean
-    return CleanGather(k[:clean], v[:clean], call.plan.exchange, call.groups.clean_shards)
+    clean, exchange, groups = call.plan.rows.num_clean, call.plan.exchange, call.groups
+    return CleanGather(k[:clean], v[:clean], exchange, groups.clean_shards, together=groups.near)
 
 
 def _split(packed_SZ2MH: Tensor) -> KeyValue:
@@ -270,20 +286,25 @@ def _start_own_gathers(k: Tensor, v: Tensor, call: _Call) -> tuple[CleanGather, 
         return ()
     clean = call.plan.rows.num_clean
     views = zip(_views(k[clean:], call), _views(v[clean:], call), strict=True)
-    exchange, group = call.plan.own_exchange, call.groups.context
-    return tuple(CleanGather(k_view, v_view, exchange, group) for k_view, v_view in views)
+    exchange, group, near = call.plan.own_exchange, call.groups.context, call.groups.near
+    return tuple(CleanGather(*view, exchange, group, together=near) for view in views)
 
 
 def _own_keys(k: Tensor, v: Tensor, call: _Call, gathers: Sequence[CleanGather]) -> KeyValue:
     """Corrupted keys: what `gathers` bring, or else the local ones."""
     if not gathers:
         k, v = k[call.plan.rows.num_clean :], v[call.plan.rows.num_clean :]
-        alike = k.stride() == v.stride() and k.stride(-1) == 1
-        return KeyValue(k, v) if alike else KeyValue(k.contiguous(), v.contiguous())
+        return _alike(k, v)
     for gather in gathers:
         gather.wait(Phase.LATE)
     buffers = [gather.buffer_SZ2MH for gather in gathers]
     return _split(torch.cat(buffers) if len(buffers) > 1 else buffers[0])
+
+
+def _alike(k: Tensor, v: Tensor) -> KeyValue:
+    """Keys and values with the same strides."""
+    alike = k.stride() == v.stride() and k.stride(-1) == 1
+    return KeyValue(k, v) if alike else KeyValue(k.contiguous(), v.contiguous())
 
 
 def _own_grad_buffers(own_k: Tensor, local: tuple[Tensor, Tensor], call: _Call) -> KeyValue:
@@ -308,8 +329,7 @@ def _reduce_own_grads(
     for grad in torch.stack([down.k, down.v], dim=2).chunk(call.plan.request.num_views):
         reduce = CleanReduce(grad, exchange, group, wire, zeroed=False)
         reduce.grad_SZ2MH.copy_(grad)
-        for phase in (Phase.LATE, Phase.EARLY):
-            reduce.start(phase)
+        reduce.start()
         reduces.append(reduce)
     for part in local:
         part.zero_()

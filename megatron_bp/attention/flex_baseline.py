@@ -96,8 +96,7 @@ class _GatherKeys(torch.autograd.Function):
         (grad,) = grad_outputs
         reduce = CleanReduce(grad, exchange, group, wire, zeroed=False)
         reduce.grad_SZ2MH.copy_(grad)
-        for phase in (Phase.LATE, Phase.EARLY):
-            reduce.start(phase)
+        reduce.start()
         dk, dv = grad.new_empty(shape, dtype=dtype), grad.new_empty(shape, dtype=dtype)
         reduce.finish_into(dk, dv)
         return dk, dv, None, None, None

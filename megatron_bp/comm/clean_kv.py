@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from megatron_bp.comm.groups import BlockingGroup, Group
-from megatron_bp.comm.wires import Pending, Splits, start_exchange, start_gather, start_reduce
+from megatron_bp.comm.wires import (
+    GatherPart,
+    Pending,
+    ReducePart,
+    Splits,
+    start_exchange,
+    start_gathers,
+    start_reduces,
+)
 from megatron_bp.layout.exchange import Exchange, Slab, SlabExchange, WindowExchange
 
 
@@ -29,12 +37,21 @@ class CleanGather:
     """The forward exchange of one layer: starts at construction, then `wait` a phase at a time.
 
     `buffer_SZ2MH` holds this rank's own rows at once, the rest as phases complete. Collectives are
-    started in the order early slab, late slab on every rank.
+    started in the order early slab, late slab on every rank; `together` they are one kernel, for
+    groups over which both slabs come about at once.
 
     Shapes: `k_RZMH`, `v_RZMH` are the local clean rows [num_clean, Z, M, H].
     """
 
-    def __init__(self, k_RZMH: Tensor, v_RZMH: Tensor, exchange: Exchange, group: Group) -> None:
+    def __init__(
+        self,
+        k_RZMH: Tensor,
+        v_RZMH: Tensor,
+        exchange: Exchange,
+        group: Group,
+        *,
+        together: bool = False,
+    ) -> None:
         self.exchange = exchange
         shape = (exchange.num_buffer_rows, k_RZMH.shape[1], 2, *k_RZMH.shape[2:])
         self.buffer_SZ2MH = k_RZMH.new_empty(shape)
@@ -51,16 +68,18 @@ class CleanGather:
         if exchange.num_shards == 1:
             return
         if isinstance(exchange, SlabExchange):
-            for phase, slab in enumerate(exchange.slabs, start=1):
-                if slab.length:
-                    self._pending[phase] = self._start_slab(slab, k_RZMH, v_RZMH, group)
+            slabs = [(n, x) for n, x in enumerate(exchange.slabs, start=1) if x.length]
+            for some in [slabs] if together else [[one] for one in slabs]:
+                parts = [self._part(slab, k_RZMH, v_RZMH) for _, slab in some]
+                started = start_gathers(parts, group)
+                self._pending |= zip((phase for phase, _ in some), started, strict=True)
         else:
             rows = _rows_on(_Wires(exchange), k_RZMH.device).send
             sent = torch.stack([k_RZMH[rows], v_RZMH[rows]], dim=2)
             splits = Splits(exchange.send_counts, exchange.receive_counts)
             self._pending[1] = start_exchange(sent, splits, group)
 
-    def _start_slab(self, slab: Slab, k_RZMH: Tensor, v_RZMH: Tensor, group: Group) -> Pending:
+    def _part(self, slab: Slab, k_RZMH: Tensor, v_RZMH: Tensor) -> GatherPart:
         rows = self.exchange.num_shards * slab.length
         if slab.in_place_at >= 0:
             gathered = self.buffer_SZ2MH[slab.in_place_at : slab.in_place_at + rows]
@@ -69,7 +88,7 @@ class CleanGather:
         mine = gathered[self.exchange.shard * slab.length :][: slab.length]
         local = slice(slab.local_row, slab.local_row + slab.length)
         pack(k_RZMH[local], v_RZMH[local], mine)
-        return start_gather(gathered, mine, group)
+        return GatherPart(gathered, mine)
 
     def wait(self, phase: int) -> None:
         """Returns when every key that phases up to `phase` bring is in the buffer."""
@@ -91,9 +110,8 @@ class CleanGather:
 class CleanReduce:
     """The adjoint of `CleanGather`: each clean row's gradient is summed at its owner.
 
-    Fill `grad_SZ2MH` (fp32, or fp64 for fp64), call `start(phase)` once no launch will add to the
-    rows of that phase's slab (late slab first), then `finish`. With `zeroed=False` the caller
-    promises to write every row.
+    Fill `grad_SZ2MH` (fp32, or fp64 for fp64), call `start` once no launch will add to it, then
+    `finish`. With `zeroed=False` the caller promises to write every row.
     """
 
     def __init__(
@@ -112,35 +130,35 @@ class CleanReduce:
         )
         if zeroed:
             self.grad_SZ2MH.zero_()
-        self._pending: dict[int, Pending] = {}
-        self._deferred: list[int] = []
+        self._pending: list[tuple[int, Pending]] = []  # with its first local row
+        self._deferred = False
 
-    def start(self, phase: int) -> None:
-        """Starts the reduce-scatter (or the reverse all-to-all) of the slab of `phase`, once.
+    def start(self) -> None:
+        """Starts the reduce-scatter of both slabs (or the reverse all-to-all), as one kernel.
 
-        Over a blocking group it starts in `finish`: to wait here for ranks whose launches on this
-        slab take longer would cost what no schedule without overlap costs.
+        Over a blocking group it starts in `finish`: to wait here for ranks whose launches take
+        longer would cost what no schedule without overlap costs.
         """
         if isinstance(self.group, BlockingGroup):
-            self._deferred.append(phase)
+            self._deferred = True
         else:
-            self._start(phase)
+            self._start()
 
-    def _start(self, phase: int) -> None:
+    def _start(self) -> None:
         exchange = self.exchange
         if exchange.num_shards == 1:
             return
         if isinstance(exchange, SlabExchange):
-            slab = exchange.slabs[phase - 1]
-            if slab.length:
-                self._pending[phase] = self._start_slab(slab)
-        elif phase == 1:
+            slabs = [slab for slab in exchange.slabs if slab.length]
+            parts = start_reduces([self._part(slab) for slab in slabs], self.group)
+            self._pending += zip((slab.local_row for slab in slabs), parts, strict=True)
+        else:
             rows = _rows_on(_Wires(exchange), self.grad_SZ2MH.device).receive
             sent = self.grad_SZ2MH[rows].to(self.wire_dtype)
             splits = Splits(exchange.receive_counts, exchange.send_counts)
-            self._pending[phase] = start_exchange(sent, splits, self.group)
+            self._pending.append((0, start_exchange(sent, splits, self.group)))
 
-    def _start_slab(self, slab: Slab) -> Pending:
+    def _part(self, slab: Slab) -> ReducePart:
         rows = self.exchange.num_shards * slab.length
         if slab.in_place_at >= 0:
             whole = self.grad_SZ2MH[slab.in_place_at : slab.in_place_at + rows].to(self.wire_dtype)
@@ -155,7 +173,7 @@ class CleanReduce:
                 [whole[x.source : x.source + x.length] for x in copies],
                 [self.grad_SZ2MH[x.target : x.target + x.length] for x in copies],
             )
-        return start_reduce(whole, slab.length, self.group)
+        return ReducePart(whole, slab.length)
 
     def finish(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Gradients of the local clean rows, once every started collective is done.
@@ -167,29 +185,36 @@ class CleanReduce:
         self.finish_into(local[:, :, 0], local[:, :, 1])
         return local[:, :, 0], local[:, :, 1]
 
-    def finish_into(self, dk_RZMH: Tensor, dv_RZMH: Tensor) -> None:
-        """Like `finish`, written to tensors of any dtype."""
-        for phase in self._deferred:
-            self._start(phase)
-        self._deferred.clear()
+    def finish_into(self, dk_RZMH: Tensor, dv_RZMH: Tensor, own: tuple[Tensor, ...] = ()) -> None:
+        """Like `finish`, written to tensors of any dtype.
+
+        `own` are gradients [num_rows, Z, M, H] of k and v that did not travel, added on the way.
+        """
+        if self._deferred:
+            self._start()
+            self._deferred = False
         parts: list[tuple[int, Tensor]] = []
         exchange = self.exchange
         if exchange.num_shards == 1 or isinstance(exchange, WindowExchange):
-            own = [self.grad_SZ2MH[x.target : x.target + x.length] for x in exchange.own]
-            parts += [(copy.source, part) for copy, part in zip(exchange.own, own, strict=True)]
-        for phase, pending in self._pending.items():
+            mine = [self.grad_SZ2MH[x.target : x.target + x.length] for x in exchange.own]
+            parts += [(copy.source, part) for copy, part in zip(exchange.own, mine, strict=True)]
+        for row, pending in self._pending:
             pending.wait()
             if isinstance(exchange, WindowExchange):
                 self._add_received(exchange, pending.tensor)
             else:
-                parts.append((exchange.slabs[phase - 1].local_row, pending.tensor))
+                parts.append((row, pending.tensor))
         self._pending.clear()
         for lo, hi in _gaps(((row, len(part)) for row, part in parts), len(dk_RZMH)):
             dk_RZMH[lo:hi] = 0
             dv_RZMH[lo:hi] = 0
         for row, part in parts:
-            dk_RZMH[row : row + len(part)] = part[:, :, 0]
-            dv_RZMH[row : row + len(part)] = part[:, :, 1]
+            here = slice(row, row + len(part))
+            for i, into in enumerate((dk_RZMH, dv_RZMH)):
+                if own:
+                    torch.add(part[:, :, i], own[i][here], out=into[here])
+                else:
+                    into[here] = part[:, :, i]
 
     def _add_received(self, exchange: WindowExchange, received: Tensor) -> None:
         """Adds what peers sent to this rank's own rows of the buffer."""

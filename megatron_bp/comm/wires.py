@@ -5,20 +5,32 @@ keys, slabs or windows. Groups that span nodes are in hierarchical.py. Specified
 tests/comm/test_hierarchical.py and tests/comm/test_clean_kv.py.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _coalescing_manager
 
 from megatron_bp.comm.groups import BlockingGroup, Group, LocalGroup, NodeGroup
-from megatron_bp.comm.hierarchical import TwoSteps, gather_by_node, reduce_by_node
+from megatron_bp.comm.hierarchical import gather_by_node, reduce_by_node
+
+
+class Work(Protocol):
+    """One or more collectives in flight."""
+
+    def wait(self) -> Any:
+        """Returns when the current stream may read what they fill."""
+        ...
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective in flight (none: it is done) and the tensor it fills."""
+    """What is in flight (none: it is done) and the tensor it fills."""
 
-    work: dist.Work | TwoSteps | None
+    work: Work | None
     tensor: Tensor
 
     def wait(self) -> None:
@@ -48,28 +60,63 @@ def wire_group(group: Group) -> dist.ProcessGroup:
     return group if isinstance(group, dist.ProcessGroup) else wire_group(group.whole)
 
 
-def start_gather(gathered: Tensor, mine: Tensor, group: Group) -> Pending:
-    """Starts to fill `gathered` with the rows `mine` of each rank, in rank order.
+class GatherPart(NamedTuple):
+    """Rows `mine` of each rank, in rank order, fill `gathered`; `mine` may be its place there."""
 
-    `mine` may be this rank's place in `gathered`.
+    gathered: Tensor
+    mine: Tensor
+
+
+class ReducePart(NamedTuple):
+    """`whole` is summed over the ranks; rank r receives its rows [r, r + 1) * `num_rows`."""
+
+    whole: Tensor
+    num_rows: int
+
+
+def start_gathers(parts: Sequence[GatherPart], group: Group) -> list[Pending]:
+    """Starts all parts, in one kernel where the backend can; one result for each."""
+    if isinstance(group, BlockingGroup):
+        return [_done(x) for x in start_gathers(parts, group.whole)]
+    if isinstance(group, NodeGroup):
+        return [Pending(gather_by_node(*x, group), x.gathered) for x in parts]
+    whole = wire_group(group)
+    start = partial(dist.all_gather_into_tensor, group=whole, async_op=True)
+    return _start_together([partial(start, *x) for x in parts], [x.gathered for x in parts], whole)
+
+
+def start_reduces(parts: Sequence[ReducePart], group: Group) -> list[Pending]:
+    """Starts all parts, in one kernel where the backend can; one result for each."""
+    if isinstance(group, BlockingGroup):
+        return [_done(x) for x in start_reduces(parts, group.whole)]
+    mine = [x.whole.new_empty((x.num_rows, *x.whole.shape[1:])) for x in parts]
+    pairs = [(at, x.whole) for at, x in zip(mine, parts, strict=True)]
+    if isinstance(group, NodeGroup):
+        return [Pending(reduce_by_node(at, x, group), at) for at, x in pairs]
+    whole = wire_group(group)
+    start = partial(dist.reduce_scatter_tensor, group=whole, async_op=True)
+    return _start_together([partial(start, *pair) for pair in pairs], mine, whole)
+
+
+def _start_together(
+    starts: Sequence[Callable[[], Work | None]], tensors: Sequence[Tensor], group: dist.ProcessGroup
+) -> list[Pending]:
+    """Several collectives of one kind as one kernel.
+
+    A second kernel would begin when the first one ends, and what is computed meanwhile be queued
+    behind it where the device has one queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
     """
-    if isinstance(group, BlockingGroup):
-        return _done(start_gather(gathered, mine, group.whole))
-    if isinstance(group, NodeGroup):
-        return Pending(gather_by_node(gathered, mine, group), gathered)
-    work = dist.all_gather_into_tensor(gathered, mine, group=wire_group(group), async_op=True)
-    return Pending(work, gathered)
+    if len(starts) < 2 or not _starts_together(tensors[0], group):
+        return [Pending(start(), x) for start, x in zip(starts, tensors, strict=True)]
+    with _coalescing_manager(group, async_ops=True) as everything:
+        for start in starts:
+            start()
+    return [Pending(everything, x) for x in tensors]
 
 
-def start_reduce(whole: Tensor, num_rows: int, group: Group) -> Pending:
-    """Starts to sum `whole` over the ranks; rank r receives its rows [r, r + 1) * num_rows."""
-    if isinstance(group, BlockingGroup):
-        return _done(start_reduce(whole, num_rows, group.whole))
-    mine = whole.new_empty((num_rows, *whole.shape[1:]))
-    if isinstance(group, NodeGroup):
-        return Pending(reduce_by_node(mine, whole, group), mine)
-    work = dist.reduce_scatter_tensor(mine, whole, group=wire_group(group), async_op=True)
-    return Pending(work, mine)
+def _starts_together(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the backend has coalesced collectives: gloo has none for tensors on a GPU."""
+    return not tensor.is_cuda or dist.get_backend(group) != "gloo"
 
 
 def start_exchange(sent: Tensor, splits: Splits, group: Group) -> Pending:

@@ -62,6 +62,9 @@ class Case(NamedTuple):
 SAMPLES = [(64, ()), (61, ()), (28, ()), (64, DOCUMENTS)]  # full, ragged, few blocks, packed
 
 
+MODES_OF_FOUR = ("pure", "hybrid", "csbp", "baseline")  # with full attention on four ranks
+
+
 def every_case(num_ranks: int) -> list[Case]:
     """All combinations that make sense on `num_ranks`."""
     modes = ["pure"]
@@ -199,19 +202,22 @@ def _worker(rank: int, num_ranks: int) -> dict[str, object]:
     return found
 
 
-def _shared_errors(rank: int, groups: dict[int, BlockGroups]) -> dict[Case, float]:
-    """Errors with a kernel whose launches share accumulators, as the GPU's does."""
+def _shared_errors(rank: int, groups: dict[int, BlockGroups]) -> dict[tuple[bool, Case], float]:
+    """Errors with a kernel whose launches share accumulators, as the GPU's does.
+
+    In both orders: the reduction after all launches, or before those at own keys.
+    """
     # Not at the top: that module's tests would be collected here too.
     from tests.attention.test_sharing import SharingDense
 
-    options = AttentionOptions(SIZE**-0.5, kernel="dense")
     errors = {}
+    found = [x for x in cases(4) if x.strategy is Strategy.NATIVE and not x.window]
     with mock.patch.object(block_parallel, "choose_kernel", return_value=SharingDense()):
-        for case in cases(4):
-            if case.strategy is Strategy.NATIVE and not case.window:
-                request = case.request(4)
-                c = request.num_clean_shards
-                errors[case] = check_case(request, rank, groups[c], options)
+        for own_last, case in itertools.product((False, True), found):
+            request = case.request(4)
+            options = AttentionOptions(SIZE**-0.5, kernel="dense", own_last=own_last)
+            of_case = groups[request.num_clean_shards]
+            errors[own_last, case] = check_case(request, rank, of_case, options)
     return errors
 
 
@@ -230,8 +236,8 @@ def test_every_layout_equals_the_dense_reference(num_ranks: int) -> None:
 
 def test_launches_that_share_accumulators_equal_the_dense_reference() -> None:
     for found in results(4):
-        modes = {case.mode for case in found["shared"]}
-        assert modes == {"pure", "hybrid", "csbp", "baseline"}
+        modes = {(own_last, case.mode) for own_last, case in found["shared"]}
+        assert modes == {(x, y) for x in (False, True) for y in MODES_OF_FOUR}
         assert {x: e for x, e in found["shared"].items() if not e <= TOLERANCE} == {}
 
 

@@ -7,6 +7,7 @@ its ranks returned.
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from megatron_bp.attention.block_parallel import (
     GradWire,
     block_parallel_attention,
 )
+from megatron_bp.comm import wires
 from megatron_bp.comm.clean_kv import CleanGather, CleanReduce
 from megatron_bp.comm.groups import BlockGroups, LocalGroup
 from megatron_bp.layout.cost import LayerShape, Traffic, layer_traffic
@@ -109,20 +111,81 @@ def adjoint_products(request: PlanRequest, rank: int, groups: BlockGroups) -> tu
     y[torch.from_numpy(exchange.buffer_position < 0)] = 0  # no query sees these rows
     reduce = CleanReduce(gather.buffer_SZ2MH, exchange, groups.clean_shards, torch.float64)
     reduce.grad_SZ2MH.copy_(y)
-    for phase in (Phase.LATE, Phase.EARLY):
-        reduce.start(phase)
+    reduce.start()
     dk, dv = reduce.finish(clean)
     left = (gather.buffer_SZ2MH * y).sum()
     return total(float(left)), total(float((k * dk).sum() + (v * dv).sum()))
 
 
-def position_errors(request: PlanRequest, rank: int, groups: BlockGroups) -> list[str]:
+def stays_at_home(request: PlanRequest, rank: int, groups: BlockGroups) -> float:
+    """How far a reduction with own gradients is from the sum of both, over real rows."""
+    plan = make_plan(request, rank)
+    clean, shape = plan.rows.num_clean, (SAMPLES, KV_HEADS, SIZE)
+    y = random((plan.exchange.num_buffer_rows, SAMPLES, 2, KV_HEADS, SIZE), 40 + rank)
+    own = random((clean, *shape), 50 + rank), random((clean, *shape), 60 + rank)
+    found = []
+    for added in ((), own):
+        reduce = CleanReduce(y, plan.exchange, groups.clean_shards, torch.float64)
+        reduce.grad_SZ2MH.copy_(y)
+        reduce.start()
+        grads = torch.empty(clean, *shape), torch.empty(clean, *shape)  # fp32, as a model's may be
+        reduce.finish_into(*grads, added)
+        found.append(torch.stack(grads).double())
+    real = torch.from_numpy(plan.rows.position[:clean] >= 0)
+    return float((found[1] - found[0] - torch.stack(own))[:, real].abs().max())
+
+
+def together(
+    request: PlanRequest, rank: int, groups: BlockGroups, coalesced: bool
+) -> tuple[int, list[torch.Tensor]]:
+    """How often several collectives are started as one in an exchange, and what they bring.
+
+    If not `coalesced`, over a backend that cannot.
+    """
+    plan = make_plan(request, rank)
+    clean, shape = plan.rows.num_clean, (SAMPLES, KV_HEADS, SIZE)
+    k, v = random((clean, *shape), 70 + rank), random((clean, *shape), 80 + rank)
+    real, started = wires._coalescing_manager, []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        started.append(args)
+        return real(*args, **kwargs)
+
+    with (
+        mock.patch.object(wires, "_starts_together", return_value=coalesced),
+        mock.patch.object(wires, "_coalescing_manager", noted),
+    ):
+        gather = CleanGather(k, v, plan.exchange, groups.clean_shards, together=True)
+        gather.wait(Phase.LATE)
+        buffer = gather.buffer_SZ2MH
+        reduce = CleanReduce(buffer, plan.exchange, groups.clean_shards, torch.float64)
+        reduce.grad_SZ2MH.copy_(buffer)
+        reduce.start()
+        return len(started), [buffer, *reduce.finish(clean)]
+
+
+def as_one(request: PlanRequest, rank: int, groups: BlockGroups) -> bool:
+    """Whether both slabs move as one, if there are two, and exactly as one by one."""
+    num_slabs = 0
+    exchange = make_plan(request, rank).exchange
+    if isinstance(exchange, SlabExchange):
+        num_slabs = sum(slab.length > 0 for slab in exchange.slabs)
+    (count, moved), (apart, singly) = (
+        together(request, rank, groups, coalesced) for coalesced in (True, False)
+    )
+    equal = all(a.equal(b) for a, b in zip(moved, singly, strict=True))
+    return equal and apart == 0 and count == (2 if num_slabs == 2 else 0)
+
+
+def position_errors(
+    request: PlanRequest, rank: int, groups: BlockGroups, as_one: bool = False
+) -> list[str]:
     """What is wrong with the buffer after each phase when every row holds its own position."""
     plan = make_plan(request, rank)
     position = torch.from_numpy(plan.exchange.buffer_position)
     local = torch.from_numpy(plan.rows.position[: plan.rows.num_clean]).double()
     k = local[:, None, None, None].expand(-1, SAMPLES, KV_HEADS, SIZE)
-    gather = CleanGather(k, k + 0.5, plan.exchange, groups.clean_shards)
+    gather = CleanGather(k, k + 0.5, plan.exchange, groups.clean_shards, together=as_one)
     chunk = np.searchsorted(plan.owners.clean.bounds, position.numpy(), side="right") - 1
     own = torch.from_numpy(np.isin(chunk, plan.owners.clean.chunks_of[plan.shard]))
     early = torch.from_numpy(plan.owners.clean.slab_of_chunk[chunk] == 0)
@@ -135,7 +198,7 @@ def position_errors(request: PlanRequest, rank: int, groups: BlockGroups) -> lis
         want = position[rows].double()[:, None, None, None]
         got_k, got_v = gather.buffer_SZ2MH[rows].unbind(2)
         if not ((got_k == want).all() and (got_v == want + 0.5).all()):
-            wrong.append(f"{phase!r} of {request}")
+            wrong.append(f"{phase!r} of {request}, {as_one=}")
     return wrong
 
 
@@ -147,8 +210,7 @@ def copies_summed(request: PlanRequest, rank: int, groups: BlockGroups) -> bool:
     reduce = CleanReduce(like, plan.exchange, groups.clean_shards, torch.float32)
     real = torch.from_numpy(plan.exchange.buffer_position >= 0)
     reduce.grad_SZ2MH[real] = 1
-    for phase in (Phase.LATE, Phase.EARLY):
-        reduce.start(phase)
+    reduce.start()
     dk, dv = reduce.finish(clean)
     first = rank - plan.shard
     held = np.zeros(request.length, dtype=int)
@@ -190,21 +252,24 @@ def rounded_grads(rank: int, groups: BlockGroups) -> dict[torch.dtype, torch.Ten
         reduce = CleanReduce(like, plan.exchange, groups.clean_shards, dtype)
         assert reduce.grad_SZ2MH.dtype == torch.float32
         reduce.grad_SZ2MH.fill_(1 + 2**-10)
-        for phase in (Phase.LATE, Phase.EARLY):
-            reduce.start(phase)
+        reduce.start()
         grads[dtype] = reduce.finish(plan.rows.num_clean)[0]
     return grads
 
 
 def _worker(rank: int, num_ranks: int) -> dict[str, Any]:
     groups: dict[int, BlockGroups] = {}
-    found: dict[str, Any] = {"adjoint": [], "wrong": [], "copies": [], "bytes": []}
+    names = ("adjoint", "home", "one", "wrong", "copies", "bytes")
+    found: dict[str, Any] = {name: [] for name in names}
     for request in cases(num_ranks):
         c = request.num_clean_shards
         if c not in groups:
             groups[c] = make_groups(num_ranks, c)
         found["adjoint"].append(adjoint_products(request, rank, groups[c]))
-        found["wrong"] += position_errors(request, rank, groups[c])
+        found["home"].append(stays_at_home(request, rank, groups[c]))
+        found["one"].append(as_one(request, rank, groups[c]))
+        for one in (False, True):
+            found["wrong"] += position_errors(request, rank, groups[c], one)
         found["copies"].append(copies_summed(request, rank, groups[c]))
         found["bytes"].append([layer_bytes(request, rank, groups[c], wire) for wire in WIRES])
     found["rounded"] = rounded_grads(rank, groups[num_ranks])
@@ -224,6 +289,19 @@ def test_the_reduction_is_the_adjoint_of_the_gather(num_ranks: int) -> None:
             assert left != 0
             # fp64 sums of a few thousand products of order one
             assert left == pytest.approx(right, rel=1e-12, abs=1e-11), request
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_gradients_that_did_not_travel_are_added_once(num_ranks: int) -> None:
+    for found in results(num_ranks):
+        assert max(found["home"]) < 1e-5  # two roundings to fp32 of sums of order ten
+
+
+@pytest.mark.parametrize("num_ranks", WORLDS)
+def test_two_slabs_travel_as_one_and_bring_what_each_by_itself_brings(num_ranks: int) -> None:
+    for found in results(num_ranks):
+        one = dict(zip(cases(num_ranks), found["one"], strict=True))
+        assert one == dict.fromkeys(cases(num_ranks), True)
 
 
 def _random_adjoints(rank: int, num_ranks: int, drawn: list[PlanRequest]) -> list[Any]:
@@ -289,8 +367,7 @@ def test_a_lone_process_keeps_its_rows_and_gradients() -> None:
     torch.testing.assert_close(gather.buffer_SZ2MH[real][:, :, 0], k[:clean][rows], rtol=0, atol=0)
     reduce = CleanReduce(gather.buffer_SZ2MH, plan.exchange, LocalGroup(), torch.float64)
     reduce.grad_SZ2MH.copy_(gather.buffer_SZ2MH)
-    reduce.start(Phase.LATE)
-    reduce.start(Phase.EARLY)
+    reduce.start()
     dk, dv = reduce.finish(clean)
     torch.testing.assert_close(dk[rows], k[:clean][rows], rtol=0, atol=0)
     torch.testing.assert_close(dv[rows], v[:clean][rows], rtol=0, atol=0)
@@ -305,4 +382,4 @@ def test_refuses_a_shared_sample_without_a_group(window: int) -> None:
         CleanGather(k, k, plan.exchange, LocalGroup())
     reduce = CleanReduce(torch.zeros(1, 1, 2, 1, 2), plan.exchange, LocalGroup(), torch.float32)
     with pytest.raises(ValueError, match="this process has no group"):
-        reduce.start(Phase.EARLY)
+        reduce.start()

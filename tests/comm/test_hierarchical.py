@@ -85,8 +85,7 @@ def exchanged(
     grad = random((plan.exchange.num_buffer_rows, SAMPLES, 2, KV_HEADS, SIZE), seed + groups.rank)
     reduce = CleanReduce(gather.buffer_SZ2MH, plan.exchange, groups.clean_shards, torch.float32)
     reduce.grad_SZ2MH.copy_((grad * 64).round() if whole_numbers else grad)
-    for phase in (Phase.LATE, Phase.EARLY):
-        reduce.start(phase)
+    reduce.start()
     return gather.buffer_SZ2MH, torch.stack(reduce.finish(clean))
 
 
@@ -115,8 +114,7 @@ def link_rows(request: PlanRequest, groups: BlockGroups, per_node: int) -> tuple
     with counted(per_node) as sent:
         like = torch.zeros(1, 1, 2, 1, 1)
         reduce = CleanReduce(like, plan.exchange, groups.clean_shards, torch.float32)
-        for phase in (Phase.LATE, Phase.EARLY):
-            reduce.start(phase)
+        reduce.start()
         reduce.finish(len(k))
     row_bytes = 2 * 4
     return tuple(
@@ -231,8 +229,7 @@ def _fixed_order(rank: int) -> bool:
     grads = [random(shape, 40 + peer).float() for peer in range(4)]
     reduce = CleanReduce(grads[rank], plan.exchange, groups.clean_shards, torch.float32)
     reduce.grad_SZ2MH.copy_(grads[rank])
-    for phase in (Phase.LATE, Phase.EARLY):
-        reduce.start(phase)
+    reduce.start()
     got = torch.stack(reduce.finish(plan.rows.num_clean), 2)
     total = (grads[0] + grads[1]) + (grads[2] + grads[3])
     return got.equal(total[torch.from_numpy(plan.rows.position[: plan.rows.num_clean])])
@@ -300,8 +297,7 @@ def _blocking(rank: int) -> dict[str, Any]:
                 gather.buffer_SZ2MH, plan.exchange, blocking.clean_shards, torch.float32
             )
             with counted() as sent:
-                for phase in (Phase.LATE, Phase.EARLY):
-                    reduce.start(phase)
+                reduce.start()
             answers["early"] += len(sent)
             reduce.finish(len(k))
     return answers
