@@ -2,15 +2,16 @@
 
 Everything a layer does is in it: packing, exchange, launches, merge, reduction. Beside the times
 stand a profile of each rank (communication that nothing hides) and the bytes it sent, as NCCL
-recorded them, against layout/cost.py. Specified by tests/mcore/test_layer_bench.py; the command
-line is tools/bench_layer.py.
+recorded them, against layout/cost.py. Cases are timed in turn, so that a device that slows down
+slows all of them. Specified by tests/mcore/test_layer_bench.py; the command line is
+tools/bench_layer.py.
 """
 
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from megatron_bp.mcore.step_trace import ATTENTION, Split, split_of
 from megatron_bp.mcore.step_waits import rows_of
 
 Run = Callable[[], object]
+PARTS = ("forward", "backward", "both")
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,11 @@ WAYS = {
 
 @dataclass(frozen=True)
 class LayerCase:
-    """A layer at a length, on P ranks in one way; `kernel` is a kernel's name, or flex_baseline."""
+    """A layer at a length, on P ranks in one way; `kernel` is a kernel's name, or flex_baseline.
+
+    With `own_last` the reduction starts before the launches at own keys. NCCL may take `max_ctas`
+    multiprocessors for a collective (0: as many as it likes).
+    """
 
     shape: Shape
     length: int
@@ -77,6 +83,13 @@ class LayerCase:
     kernel: str = "auto"
     wire: GradWire = GradWire.FP32
     num_views: int = 1
+    own_last: bool = False
+    max_ctas: int = 0
+
+    @property
+    def num_shards(self) -> int:
+        """C, the shards of the clean rows."""
+        return int(WAYS[self.way].shards * self.num_ranks) or 1
 
     def plan(self, rank: int) -> RankPlan:
         """The plan of a rank."""
@@ -85,7 +98,7 @@ class LayerCase:
             length=self.length,
             block_size=self.shape.block_size,
             num_ranks=self.num_ranks,
-            num_clean_shards=int(way.shards * self.num_ranks) or 1,
+            num_clean_shards=self.num_shards,
             num_views=self.num_views,
             window=self.shape.window,
             ownership=way.ownership,
@@ -126,14 +139,24 @@ def single_gather(plan: RankPlan) -> RankPlan:
     return replace(plan, exchange=replace(exchange, slabs=slabs))
 
 
-def make_groups(num_shards: int, blocking: bool) -> BlockGroups:
-    """Groups over all processes, which are on one host, with adjacent clean shards; collective."""
+def make_groups(num_shards: int, blocking: bool, max_ctas: int = 0) -> BlockGroups:
+    """Groups over all processes, which are on one host, with adjacent clean shards; collective.
+
+    Raises: ValueError for `max_ctas` over a backend other than NCCL.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     if world == 1:
         return BlockGroups.single()
+    options: Any = None
+    if max_ctas:
+        if dist.get_backend() != "nccl":
+            raise ValueError(f"max_ctas={max_ctas} is for NCCL, not {dist.get_backend()}; use 0.")
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = max_ctas
 
     def mine(sets: list[list[int]]) -> Group:
-        made = [(ranks, dist.new_group(ranks)) for ranks in sets if len(ranks) > 1]
+        some = [ranks for ranks in sets if len(ranks) > 1]
+        made = [(ranks, dist.new_group(ranks, pg_options=options)) for ranks in some]
         for ranks, group in made:
             if rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
@@ -167,6 +190,7 @@ class LayerRun:
             softmax_scale=shape.head_size**-0.5,
             kernel="auto" if case.kernel == "flex_baseline" else case.kernel,
             grad_wire=case.wire,
+            own_last=case.own_last,
         )
 
     def forward(self) -> Tensor:
@@ -179,32 +203,73 @@ class LayerRun:
 
             return gathered_attention(*of_rank, attend)
 
-    def gradients(self, out: Tensor, again: bool = False) -> tuple[Tensor, ...]:
-        """The gradients of q, k and v; with `again` the graph stays for another call."""
-        inputs = self.q, self.k, self.v
-        return torch.autograd.grad(out, inputs, self.dout, retain_graph=again)
+    def gradients(self, out: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of q, k and v."""
+        return torch.autograd.grad(out, (self.q, self.k, self.v), self.dout)
 
     def both(self) -> None:
         """Forward and backward once."""
         self.gradients(self.forward())
 
+    def part(self, name: str) -> Run:
+        """One of PARTS, ready to run."""
+        if name == "backward":
+            return partial(self.gradients, self.forward())
+        return self.forward if name == "forward" else self.both
+
+
+Case = tuple[LayerCase, BlockGroups]
+
 
 def measure(
-    case: LayerCase, groups: BlockGroups, device: torch.device, dtype: torch.dtype, repeats: int
-) -> dict[str, Any]:
-    """One case as plain values over all ranks; collective.
+    cases: Sequence[Case],
+    device: torch.device,
+    dtype: torch.dtype,
+    repeats: int,
+    parts: Sequence[str] = PARTS,
+) -> list[dict[str, Any]]:
+    """Each case as plain values over all ranks; collective.
 
     Times are medians of the slowest rank, in milliseconds. `exposed_share` is the time in which a
-    rank communicates and computes nothing, over its time from the first kernel to the last.
+    rank communicates and computes nothing, over its time from the first kernel to the last. A case
+    that cannot run has `failed` instead.
     """
-    run = LayerRun(case, groups, device, dtype)
-    for _ in range(2):
-        run.both()
-    forward = _median_ms(run.forward, device, repeats)
-    backward = _median_ms(partial(run.gradients, run.forward(), again=True), device, repeats)
-    both = _median_ms(run.both, device, repeats)
+    runs: list[LayerRun] = []
+    failed: dict[LayerCase, str] = {}
+    for case, groups in cases:
+        try:
+            runs.append(LayerRun(case, groups, device, dtype))
+            for _ in range(2):
+                runs[-1].both()
+        except Exception as error:
+            failed[case] = f"{type(error).__name__}: {str(error)[:300]}"
+            runs = [run for run in runs if run.case is not case]
+    times: dict[LayerCase, dict[str, list[float]]] = {
+        run.case: {part: [] for part in parts} for run in runs
+    }
+    for turn in range(repeats):
+        for run in (*runs[turn % len(runs) :], *runs[: turn % len(runs)]) if runs else ():
+            for part in parts:
+                times[run.case][part].append(_slowest_ms(run.part(part), device))
+    rows = {}
+    for run in runs:
+        medians = {f"{name}_ms": statistics.median(x) for name, x in times[run.case].items()}
+        rows[run.case] = {**_named(run.case, dtype), **medians, **_profile(run, device, dtype)}
+        rows[run.case]["tflops"] = _work(rows[run.case], run.case) / medians["both_ms"]
+    return [
+        rows[case] if case in rows else {**_named(case, dtype), "failed": failed[case]}
+        for case, _ in cases
+    ]
+
+
+def _named(case: LayerCase, dtype: torch.dtype) -> dict[str, Any]:
+    return {**asdict(case), "dtype": str(dtype).removeprefix("torch.")}
+
+
+def _profile(run: LayerRun, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """What a profile of both passes says of every rank."""
     split = profiled(run.both, device)
-    expected = case.traffic(groups.rank, dtype)
+    expected = run.case.traffic(run.groups.rank, dtype)
     counted = {
         "pairs": run.plan.visibility.num_pairs,
         "exposed_share": split.exposed_ms.get(ATTENTION, 0.0) / max(split.wall_ms, 1e-9),
@@ -215,31 +280,26 @@ def measure(
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (split, counted))
     profiles = rows_of([of_rank for of_rank, _ in everyone])
-    ranks = [{**row, **of_rank} for row, (_, of_rank) in zip(profiles, everyone, strict=True)]
-    work = 4 * case.shape.heads * case.shape.head_size * max(r["pairs"] for r in ranks) / 1e9
-    return {
-        **asdict(case),
-        "dtype": str(dtype).removeprefix("torch."),
-        "forward_ms": forward,
-        "backward_ms": backward,
-        "both_ms": both,
-        "tflops": 3.5 * work / both,
-        "ranks": ranks,
-    }
+    pairs = zip(profiles, everyone, strict=True)
+    return {"ranks": [{**row, **of_rank} for row, (_, of_rank) in pairs]}
 
 
-def _median_ms(run: Run, device: torch.device, repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        _settle(device)
-        begin = time.perf_counter()
-        run()
-        _synchronize(device)
-        times.append(1e3 * (time.perf_counter() - begin))
-    slowest = torch.tensor(times, dtype=torch.float64, device=device)
+def _work(row: dict[str, Any], case: LayerCase) -> float:
+    """Operations of both passes on the rank with most pairs, in 1e9."""
+    pairs: int = max(rank["pairs"] for rank in row["ranks"])
+    return 3.5 * 4 * case.shape.heads * case.shape.head_size * pairs / 1e9
+
+
+def _slowest_ms(run: Run, device: torch.device) -> float:
+    """Milliseconds of the slowest rank."""
+    _settle(device)
+    begin = time.perf_counter()
+    run()
+    _synchronize(device)
+    slowest = torch.tensor(1e3 * (time.perf_counter() - begin), dtype=torch.float64, device=device)
     if dist.get_world_size() > 1:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
+    return float(slowest)
 
 
 def profiled(run: Run, device: torch.device) -> Split:

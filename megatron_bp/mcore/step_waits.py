@@ -75,12 +75,28 @@ def rows_of(ranks: Sequence[Split]) -> list[dict[str, Any]]:
 
 
 def shares(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Exposed time of the exchange of keys in percent of each rank's wall, for `rows_of` a job."""
+    """Exposed time of the exchange of keys in percent of a rank's wall, for `rows_of` a job.
+
+    The range over ranks, and what the rank exposes that arrives last: what all of them lose.
+    """
     texts = []
     for name in ("transfer_ms", "waiting_ms"):
-        parts = [100 * row[name][ATTENTION] / max(row["wall_ms"], 1e-9) for row in rows]
+        parts = [_percent(row, name) for row in rows]
         texts.append(f"{name.removesuffix('_ms')} {min(parts):.2f}..{max(parts):.2f} %")
-    return "keys exposed: " + ", ".join(texts)
+    slowest = slowest_of(rows)
+    both = sum(_percent(rows[slowest], name) for name in ("transfer_ms", "waiting_ms"))
+    return "keys exposed: " + ", ".join([*texts, f"slowest rank ({slowest}) {both:.2f} %"])
+
+
+def slowest_of(rows: Sequence[Mapping[str, Any]]) -> int:
+    """The rank that arrived last most often; of several, the one that waited least for keys."""
+    waited = [row["waiting_ms"][ATTENTION] for row in rows]
+    return max(range(len(rows)), key=lambda i: (rows[i]["arrived_last"], -waited[i]))
+
+
+def _percent(row: Mapping[str, Any], name: str) -> float:
+    value: float = 100 * row[name][ATTENTION] / max(row["wall_ms"], 1e-9)
+    return value
 
 
 def _by_group(ranks: Sequence[Split]) -> list[Mapping[int, list[Message]]]:

@@ -1,14 +1,17 @@
 """The layer benchmark runs what it names: one layer, in several ways that move their own bytes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_bp.attention.bench import Shape
+from megatron_bp.comm.groups import BlockGroups
 from megatron_bp.layout.exchange import SlabExchange
 from megatron_bp.mcore import layer_bench
 from megatron_bp.mcore.layer_bench import WAYS, LayerCase, LayerRun
+from megatron_bp.mcore.step_trace import Split
 from tests.comm.counting import counted
 from tests.distributed import run_distributed
 
@@ -48,8 +51,22 @@ def run_ways(rank: int, world: int) -> dict[str, Any]:
             "should": should.gather_bytes + should.reduce_bytes,
         }
     groups = layer_bench.make_groups(world, blocking=False)
-    small = LayerCase(SMALL, 64, world, kernel="dense")
-    found["row"] = layer_bench.measure(small, groups, torch.device("cpu"), torch.float32, repeats=1)
+    plain = LayerCase(SMALL, 64, world, kernel="dense")
+    cases = [replace(plain, own_last=own_last) for own_last in (False, True)]
+    cases.append(replace(plain, kernel="none such"))
+    runs = [(case, groups) for case in cases]
+    cpu, dtype = torch.device("cpu"), torch.float32
+    found["rows"] = layer_bench.measure(runs, cpu, dtype, 3)
+    found["both"] = layer_bench.measure(runs[:1], cpu, dtype, 1, ["both"])
+    found["orders"] = []
+    for case in cases[:2]:
+        run = LayerRun(case, groups, cpu, dtype)
+        out = run.forward()
+        found["orders"].append([out.detach(), *run.gradients(out)])
+    try:
+        layer_bench.make_groups(world, blocking=False, max_ctas=8)
+    except ValueError as error:
+        found["refused"] = str(error)
     return found
 
 
@@ -77,6 +94,40 @@ def test_ways_with_the_same_rows_give_the_same_layer(
             assert float((a - b).abs().max()) < 1e-5  # fp32 sums in another order
 
 
-def test_the_measurement_reports_all_ranks(ways: list[dict]) -> None:
-    assert ways[0]["row"]["both_ms"] == ways[1]["row"]["both_ms"] > 0
-    assert [rank["expected_bytes"] > 0 for rank in ways[0]["row"]["ranks"]] == [True, True]
+def test_both_orders_of_backward_give_the_same_layer(ways: list[dict]) -> None:
+    for found in ways:
+        for a, b in zip(*found["orders"], strict=True):
+            assert float((a - b).abs().max()) < 1e-5  # fp32 sums in another order
+
+
+def test_the_measurement_reports_all_ranks_and_what_failed(ways: list[dict]) -> None:
+    for row, also in zip(ways[0]["rows"][:2], ways[1]["rows"][:2], strict=True):
+        for part in layer_bench.PARTS:
+            assert row[f"{part}_ms"] == also[f"{part}_ms"] > 0
+        assert [rank["expected_bytes"] > 0 for rank in row["ranks"]] == [True, True]
+    assert [row.get("own_last") for row in ways[0]["rows"]] == [False, True, False]
+    assert "none such" in ways[0]["rows"][2]["failed"]
+    assert "forward_ms" not in ways[0]["both"][0]
+    assert ways[0]["both"][0]["both_ms"] > 0
+
+
+def test_cases_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a device that slows down meanwhile slows all of them."""
+    order: list[tuple[int, str]] = []
+    parted = LayerRun.part
+
+    def part(run: LayerRun, name: str) -> Any:
+        order.append((run.case.length, name))
+        return parted(run, name)
+
+    monkeypatch.setattr(LayerRun, "part", part)
+    monkeypatch.setattr(layer_bench, "profiled", lambda run, device: Split(1, {}, {}, {}, 0, ()))
+    monkeypatch.setattr(layer_bench.dist, "get_world_size", lambda: 1)
+    cases = [(LayerCase(SMALL, n, 1, kernel="dense"), BlockGroups.single()) for n in (8, 16, 24)]
+    rows = layer_bench.measure(cases, torch.device("cpu"), torch.float32, 3, ["both"])
+    assert [length for length, _ in order] == [8, 16, 24, 16, 24, 8, 24, 8, 16]
+    assert [row["length"] for row in rows] == [8, 16, 24]
+
+
+def test_a_limit_for_nccl_is_refused_elsewhere(ways: list[dict]) -> None:
+    assert ways[0]["refused"] == "max_ctas=8 is for NCCL, not gloo; use 0."

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_bp.mcore.step_trace import ATTENTION, OTHER, Message, Split, split_of
-from megatron_bp.mcore.step_waits import exposed_of
+from megatron_bp.mcore.step_waits import exposed_of, rows_of, shares, slowest_of
 from tests.mcore.test_step_trace import launched, span, trace
 
 WORLD = {"Process Group Name": "0", "Process Group Ranks": "[0, 1]", "Collective name": "allgather"}
@@ -29,6 +29,24 @@ def test_until_the_last_rank_arrives_the_others_wait() -> None:
     assert (early.waiting_ms[ATTENTION], early.transfer_ms[ATTENTION]) == pytest.approx((2.0, 0.5))
     assert (late.waiting_ms[ATTENTION], late.transfer_ms[ATTENTION]) == pytest.approx((0.0, 0.5))
     assert (early.last, late.last) == (0, 1)
+
+
+def test_what_the_last_rank_exposes_is_what_all_lose() -> None:
+    """Rank 1 arrives last twice; ranks 0 and 2 wait for it longer than it moves bytes."""
+    arrivals = [(1000.0, 5000.0), (3000.0, 7000.0), (2000.0, 4000.0)]
+    ranks = [rank(message(a, 3500), message(b, 7250)) for a, b in arrivals]
+    rows = rows_of([replace(x, wall_ms=10.0) for x in ranks])
+    assert slowest_of(rows) == 1
+    text = "transfer 7.50..7.50 %, waiting 0.00..40.00 %, slowest rank (1) 7.50 %"
+    assert shares(rows) == f"keys exposed: {text}"
+
+
+def test_of_two_ranks_that_come_last_alike_the_slower_one_waited_less() -> None:
+    ranks = [
+        rank(message(1000, 3500), message(5000, 6000)),
+        rank(message(2000, 3500), message(4500, 6000)),
+    ]
+    assert slowest_of(rows_of(ranks)) == 1
 
 
 def test_only_what_nothing_hides_counts() -> None:
