@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_bp.attention.block_lists import MaskKey, block_lists, key_intervals
 from megatron_bp.attention.contract import Cut, IntervalMask, KernelCaps, Saved, Strategy, Window
-from megatron_bp.attention.sharing import KeyGroup, SharedBackward, TileRule
+from megatron_bp.attention.sharing import Shared, SharedBackward, TileRule
 
 try:
     import cutlass
@@ -24,11 +24,26 @@ try:
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-    from megatron_bp.attention import flash4_sums
+    from megatron_bp.attention import flash4_forward, flash4_sums
 except (ImportError, OSError) as error:  # OSError: a shared library that does not load
     raise ImportError(
         f"kernel='flash4' needs FlashAttention 4: pip install 'megatron-bp[fa4]' ({error})."
     ) from error
+
+
+WIDE = 128, 176
+"""Rows and keys of a forward tile for unmasked launches at head sizes 97 to 128. Measured in bursts
+at 64K and 256K (docs/bench/attention.md): 1 to 2 percent faster than the package's 128 x 128."""
+WIDE_KEYS = 8192
+"""From so many keys on; fewer would not be whole tiles of 176."""
+
+
+def _forward_options(q: Tensor, k: Tensor, window: Window) -> dict[str, Any]:
+    """The window and tile of a forward launch as FlashAttention's arguments."""
+    options, unmasked = _window(window, q.shape[1]), window == (-1, -1)
+    if unmasked and 96 < q.shape[3] <= 128 and k.shape[1] >= WIDE_KEYS:
+        options["tile_mn"] = WIDE
+    return options
 
 
 def _window(window: Window, num_rows: int) -> dict[str, Any]:
@@ -75,6 +90,13 @@ def _tile(head_size: int, backward: bool) -> tuple[int, int]:
     return 128, (128 if head_size <= 128 else 112 if head_size <= 192 else 80)
 
 
+def _output(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the output [X, Q, N, H] and LSE [X, N, Q] of q [X, Q, N, H]."""
+    problems, rows, heads, _ = q.shape
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return out, torch.empty(problems, heads, rows, dtype=torch.float32, device=q.device)
+
+
 @dataclass(frozen=True)
 class Flash4Kernel:
     """FlashAttention 4 on Hopper, where it was tested and measured."""
@@ -98,10 +120,9 @@ class Flash4Kernel:
         self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See NativeKernel."""
-        out, lse = _flash_attn_fwd(
-            q, k, v, softmax_scale=scale, return_lse=True, **_window(window, q.shape[1])
-        )[:2]
-        return out, lse
+        into = _output(q)
+        self.forward_into(q, k, v, window, scale, into)
+        return into
 
     def forward_into(
         self,
@@ -113,17 +134,17 @@ class Flash4Kernel:
         into: tuple[Tensor, Tensor],
     ) -> None:
         """See WritingKernel."""
-        out, lse = into
-        _flash_attn_fwd(
-            q, k, v, softmax_scale=scale, out=out, lse=lse, **_window(window, q.shape[1])
-        )
+        inputs = flash4_forward.Inputs(q, k, v)
+        flash4_forward.run(inputs, scale, into, _forward_options(q, k, window))
 
     def forward_ragged(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
         """See RaggedKernel."""
         k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
-        return _flash_attn_fwd(q, k, v, softmax_scale=scale, return_lse=True, seqused_k=lengths)[:2]
+        inputs, into = flash4_forward.Inputs(q, k, v, (lengths,)), _output(q)
+        flash4_forward.run(inputs, scale, into, _forward_options(q, k, Window()))
+        return into
 
     def backward(
         self, dout: Tensor, saved: Saved, window: Window, scale: float
@@ -163,10 +184,10 @@ class Flash4Kernel:
         return flash4_sums.tiles(head_size)
 
     def share(
-        self, like_SZMH: Tensor, queries_per_key: int, groups: tuple[KeyGroup, ...], scale: float
+        self, like_SZMH: Tensor, queries_per_key: int, shared: Shared, scale: float
     ) -> SharedBackward:
         """See SharingKernel."""
-        return flash4_sums.Flash4Backward(like_SZMH, queries_per_key, groups, scale)
+        return flash4_sums.Flash4Backward(like_SZMH, queries_per_key, shared, scale)
 
     def forward_interval(
         self, q: Tensor, k: Tensor, v: Tensor, mask: IntervalMask, scale: float
