@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -61,6 +62,14 @@ def test_groups_without_clean_shards_are_refused(seen: list[dict[str, Any]]) -> 
     assert all("hierarchical_context_parallel_sizes=[C, P // C]" in x["refused"] for x in seen)
 
 
+def test_nccl_options_of_the_clean_shards_are_those_that_megatron_calls_hcp(
+    seen: list[dict[str, Any]],
+) -> None:
+    """So `--nccl-communicator-config-path` limits the multiprocessors of their collectives."""
+    for answers in seen:
+        assert answers["options"] == {"shards": "options of hcp", "replicas": "options of hcp"}
+
+
 def test_nothing_is_left_after_destroying(seen: list[dict[str, Any]]) -> None:
     assert not any(itertools.chain.from_iterable(answers["left"] for answers in seen))
 
@@ -94,6 +103,33 @@ def _linked(answers: dict[str, Any], mode: str) -> dict[str, Any]:
     return found
 
 
+def _options(ours: Any, parallel_state: Any) -> dict[str, Any]:
+    """What each group of a mode was made with, if every name has options of its own."""
+    made: dict[Any, Any] = {}
+    create = parallel_state.create_group
+
+    def noted(ranks: list[int], *args: Any, pg_options: Any = None, **kwargs: Any) -> Any:
+        group = create(ranks, *args, **kwargs)
+        made[group] = pg_options
+        return group
+
+    with (
+        mock.patch.object(parallel_state, "create_group", noted),
+        mock.patch.object(
+            parallel_state, "get_nccl_options", lambda name, configured: f"options of {name}"
+        ),
+    ):
+        parallel_state.initialize_model_parallel(
+            context_parallel_size=4, hierarchical_context_parallel_sizes=MODES["hybrid"]
+        )
+    found = {
+        "shards": made[ours.get_clean_shard_group()],
+        "replicas": made[ours.get_clean_replica_group()],
+    }
+    ours.destroy_block_parallel()
+    return found
+
+
 def _accessors(rank: int, num_ranks: int) -> dict[str, Any]:
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -107,7 +143,7 @@ def _accessors(rank: int, num_ranks: int) -> dict[str, Any]:
     def of(groups: Any) -> list[list[int]]:
         return [ranks(groups.context), ranks(groups.clean_shards), ranks(groups.clean_replicas)]
 
-    answers: dict[str, Any] = {"left": []}
+    answers: dict[str, Any] = {"left": [], "options": _options(ours, parallel_state)}
     for mode, sizes in MODES.items():
         parallel_state.initialize_model_parallel(
             context_parallel_size=4, hierarchical_context_parallel_sizes=sizes
