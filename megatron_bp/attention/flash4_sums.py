@@ -1,9 +1,11 @@
 """FlashAttention 4's backward with accumulators that all launches of a pass share.
 
-The package's backward is three kernels: one prepares LSE and row sums and zeroes dQ's fp32 buffer,
-the main one adds to fp32 buffers of dQ, dK and dV, and one rounds such a buffer to the model's
-dtype. Here the first runs once over all rows, the main one for each launch, the last once for dQ
-and for each buffer of keys. Grouped-query attention only: else the main kernel stores dK and dV.
+The package's backward is three kernels: one prepares LSE and row sums, the main one adds to fp32
+buffers of dQ, dK and dV, and one rounds such a buffer to the model's dtype. Here the first runs
+once over all rows, the main one for each launch, and in place of the last untile.py adds what
+several buffers have for a row and writes it once. Where it does not know how a buffer's tiles lie,
+the package's kernel rounds it, to be added. Grouped-query attention only: else the main kernel
+stores dK and dV.
 Specified by tests/attention/test_flash4_sums.py (kernels replaced) and test_gpu_shared.py.
 Source: flash-attn-4 (flash_attn.cute.interface), https://github.com/Dao-AILab/flash-attention.
 """
@@ -14,8 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_bp.attention.contract import Saved, Window
-from megatron_bp.attention.sharing import KeyGroup, SharedLaunch, TileRule, Tiles
+from megatron_bp.attention.contract import Window
+from megatron_bp.attention.passes import add_rows, read_rows
+from megatron_bp.attention.problems import KeyValue, add_pieces
+from megatron_bp.attention.sharing import RowGroup, Shared, SharedLaunch, TileRule, Tiles
+from megatron_bp.attention.untile import Order, RowSums, Tiled, by_problem, write_keys, write_rows
 
 try:
     import cutlass.cute as cute
@@ -60,6 +65,27 @@ def _config(head_size: int, tall: bool = False) -> Any:
 def _head_multiple(head_size: int) -> int:
     """What the fp32 buffers round the head size up to."""
     return 64 if _config(head_size).dKV_swapAB else 32
+
+
+def _row_order(head_size: int, tall: bool) -> Order:
+    """How the buffer of dQ lies."""
+    config = _config(head_size, tall)
+    groups = 1 if config.dQ_single_wg else config.num_wg
+    return Order(
+        config.m_block_size, head_size, groups, config.AtomLayoutMdQ, bool(config.dQ_swapAB)
+    )
+
+
+def _key_order(head_size: int) -> Order:
+    """How those of dK and dV lie."""
+    config = _config(head_size)
+    return Order(
+        config.n_block_size,
+        head_size,
+        config.num_wg,
+        config.AtomLayoutNdKV,
+        bool(config.dKV_swapAB),
+    )
 
 
 class _Variant(NamedTuple):
@@ -128,108 +154,101 @@ BEYOND = 1e30
 """LSE (to base 2) and row sum of rows that do not exist: they weigh nothing, and 0 * it is 0."""
 
 
-class _Prepared(NamedTuple):
-    """What is known about rows: row sums and LSE [2, B, N, Q], `done` of Q written."""
-
-    sums: Tensor
-    done: int
-
-
 class Flash4Backward:
     """See SharedBackward."""
 
     def __init__(
-        self,
-        like_SZMH: Tensor,
-        queries_per_key: int,
-        groups: tuple[KeyGroup, ...],
-        scale: float,
+        self, like_SZMH: Tensor, queries_per_key: int, shared: Shared, scale: float
     ) -> None:
         _, samples, heads, size = like_SZMH.shape
-        self.groups, self.scale, self.queries_per_key = groups, scale, queries_per_key
-        self.num_samples, self.size = samples, size
+        self.shared, self.scale, self.queries_per_key = shared, scale, queries_per_key
+        self.num_samples, self.size, self.dtype = samples, size, like_SZMH.dtype
         self.wide = _whole(size, _head_multiple(size))
-        shapes = [(samples, x.runs.num_problems, heads, x.padded * self.wide) for x in groups]
+        shapes = [(samples, x.runs.num_problems, heads, x.padded * self.wide) for x in shared.keys]
         sizes = [2 * a * b * c * d for a, b, c, d in shapes]
         flat = torch.zeros(sum(sizes), dtype=torch.float32, device=like_SZMH.device).split(sizes)
-        self.sums = [x.view(2, *shape) for x, shape in zip(flat, shapes, strict=True)]
-        self._all_rows: list[_Prepared] = []
+        self.key_sums = [x.view(2, *shape) for x, shape in zip(flat, shapes, strict=True)]
+        self.known = flat[0].new_empty(0)
+        self._row_sums: dict[int, Tensor] = {}
 
-    def rows(self, dout_BQNH: Tensor, saved: Saved, tile: int, *, all_rows: bool) -> "Flash4Rows":
+    def prepare(self, dout_ZTNH: Tensor, out_ZTNH: Tensor, lse_ZNT: Tensor) -> Tensor:
         """See SharedBackward."""
-        known = self._all_rows if all_rows else []
-        rows = Flash4Rows(self, dout_BQNH, saved, tile, tuple(known))
-        if all_rows:
-            self._all_rows = [rows.prepared]
+        samples, length, heads, size = out_ZTNH.shape
+        most = max(_whole(length, x.rows) for x in tiles(size)[:2])
+        shape = (2, samples, heads, most)
+        self.known = torch.empty(shape, dtype=torch.float32, device=out_ZTNH.device)
+        _bwd_preprocess(
+            maybe_contiguous(out_ZTNH),
+            maybe_contiguous(dout_ZTNH),
+            self.known[0],
+            maybe_contiguous(lse_ZNT),
+            self.known[1],
+            *(None,) * 4,
+            torch2cute_dtype_map[out_ZTNH.dtype],
+            size,
+            size,
+            _config(size).m_block_size,
+            fake_mode=False,
+            hdim_multiple_of=_head_multiple(size),
+        )
+        if most > length:
+            self.known[..., length:] = BEYOND
+        return self.known[0, ..., :length]
+
+    def rows(self, group: int, q_BQNH: Tensor, dout_BQNH: Tensor) -> "Flash4Rows":
+        """See SharedBackward."""
+        rows = Flash4Rows(self, self.shared.rows[group], q_BQNH, dout_BQNH)
+        self._row_sums[group] = rows.sums
         return rows
 
-    def write_keys(self, group: int, dk_XLZMH: Tensor, dv_XLZMH: Tensor) -> None:
+    def write_rows(self, dq_TZNH: Tensor) -> None:
         """See SharedBackward."""
-        config = _config(self.size)
-        shape = (
-            config.n_block_size,
-            config.num_wg * 128,
-            config.AtomLayoutNdKV,
-            config.dKV_swapAB,
-        )
-        dk, dv = self.sums[group]
+        usual, found = _config(self.size).m_block_size, []
+        for i, x in enumerate(self.shared.rows):
+            order = _row_order(self.size, x.tile != usual)
+            found.append(RowSums(Tiled(self._row_sums.pop(i), order), x.runs, x.joined))
+        if self.wide == self.size and all(x.tiled.order.known for x in found):
+            write_rows(dq_TZNH, found, self.scale)
+            return
+        samples = dq_TZNH.shape[1]
+        for (sums, order), runs, joined in found:
+            length = runs.length * (runs.num_problems if joined else 1)
+            shape = (len(sums), length, *dq_TZNH.shape[2:])
+            part = torch.empty(shape, dtype=dq_TZNH.dtype, device=dq_TZNH.device)
+            _round(sums, part, self.scale, order)
+            add_rows((dq_TZNH,), runs, (by_problem(part, samples, runs, joined),))
+
+    def write_keys(self, group: int, into: KeyValue) -> None:
+        """See SharedBackward."""
+        runs, sums = self.shared.keys[group].runs, self.key_sums[group]
+        order = _key_order(self.size)
+        if self.wide == self.size and order.known:
+            write_keys(into, runs, Tiled(sums.flatten(0, 2), order), self.scale)
+            return
+        shape = (runs.num_problems, runs.length, *into.k.shape[1:])
+        parts = [torch.empty(shape, dtype=self.dtype, device=into.k.device) for _ in range(2)]
         for sample in range(self.num_samples):
-            _round(dk[sample], dk_XLZMH[:, :, sample], self.scale, shape)
-            _round(dv[sample], dv_XLZMH[:, :, sample], 1.0, shape)
+            for part, x, scale in zip(parts, sums, (self.scale, 1.0), strict=True):
+                _round(x[sample], part[:, :, sample], scale, order)
+        add_pieces(into, runs, *parts)
 
 
 class Flash4Rows:
     """See SharedRows."""
 
     def __init__(
-        self,
-        work: Flash4Backward,
-        dout_BQNH: Tensor,
-        saved: Saved,
-        tile: int,
-        known: tuple[_Prepared, ...],
+        self, work: Flash4Backward, group: RowGroup, q_BQNH: Tensor, dout_BQNH: Tensor
     ) -> None:
-        self._work, self._tile = work, tile
-        self._q, self._dout = maybe_contiguous(saved.q), maybe_contiguous(dout_BQNH)
-        batch, length, heads, size = saved.q.shape
+        self._work, self._tile = work, group.tile
+        self._q, self._dout = maybe_contiguous(q_BQNH), maybe_contiguous(dout_BQNH)
+        batch, length, heads, size = q_BQNH.shape
         # Problems of one sample lie so many apart.
         self._apart = work.num_samples if batch > work.num_samples else 0
-        self._tall = tile != _config(size).m_block_size
-        padded = _whole(length, tile)
-        wide = {"dtype": torch.float32, "device": self._q.device}
-        if known:
-            self._dq = torch.zeros(batch, heads, padded * work.wide, **wide)
-            self.prepared = known[0]
-            if padded > self.prepared.done:
-                self.prepared.sums[..., self.prepared.done :] = BEYOND
-                self.prepared = self.prepared._replace(done=self.prepared.sums.shape[3])
-        else:
-            self._dq = torch.empty(batch, heads, padded * work.wide, **wide)
-            most = max(_whole(length, x.rows) for x in tiles(size)[:2])
-            self.prepared = _Prepared(torch.empty(2, batch, heads, most, **wide), padded)
-            self._prepare(saved)
-        self._row_sum, self._lse = self.prepared.sums
-
-    def _prepare(self, saved: Saved) -> None:
-        """Writes row sums and LSE, and zeroes the buffer of dQ."""
-        size, (row_sum, lse) = self._work.size, self.prepared.sums
-        _bwd_preprocess(
-            maybe_contiguous(saved.out),
-            self._dout,
-            row_sum,
-            maybe_contiguous(saved.lse),
-            lse,
-            self._dq,
-            None,
-            None,
-            None,
-            torch2cute_dtype_map[self._q.dtype],
-            size,
-            size,
-            self._tile,
-            fake_mode=False,
-            hdim_multiple_of=_head_multiple(size),
-        )
+        self._tall = group.tile != _config(size).m_block_size
+        padded = _whole(length, group.tile)
+        shape = (batch, heads, padded * work.wide)
+        self.sums = torch.zeros(shape, dtype=torch.float32, device=q_BQNH.device)
+        self._row_sum, self._lse = _known(work.known, group, padded)
 
     def launch(self, launch: SharedLaunch, k_SZMH: Tensor, v_SZMH: Tensor) -> None:
         """See SharedRows."""
@@ -246,7 +265,7 @@ class Flash4Rows:
                 self._rows_of(launch, self._q, sample),
                 *(_keys_of(launch, x, sample) for x in (k, v)),
                 self._rows_of(launch, self._dout, sample),
-                *(self._sums_of(launch, x, sample) for x in (self._lse, self._row_sum, self._dq)),
+                *(self._sums_of(launch, x, sample) for x in (self._lse, self._row_sum, self.sums)),
                 *self._key_sums_of(launch, sample),
                 work.scale,
                 None,
@@ -272,7 +291,7 @@ class Flash4Rows:
 
         The last rows' tile may reach beyond them, into the padding.
         """
-        width = self._work.wide if x is self._dq else 1
+        width = self._work.wide if x is self.sums else 1
         batch, head, _ = x.stride()
         step = self._apart * batch + launch.row_step * width
         num_rows = _whole(launch.num_rows, self._tile)
@@ -282,11 +301,11 @@ class Flash4Rows:
 
     def _key_sums_of(self, launch: SharedLaunch, sample: int) -> list[Tensor]:
         """The buffers of dK and dV, [X, heads, keys * H]."""
-        work, group, views = self._work, self._work.groups[launch.group], []
+        work, group, views = self._work, self._work.shared.keys[launch.group], []
         num_keys = _whole(launch.num_keys, _config(work.size).n_block_size)
         first, row = divmod(launch.offset, group.padded)
         runs, rows = divmod(launch.offset_step, group.padded)
-        for x in work.sums[launch.group]:
+        for x in work.key_sums[launch.group]:
             batch, run, head, _ = x.stride()
             step = runs * run + rows * work.wide
             at = x.storage_offset() + sample * batch + first * run + row * work.wide
@@ -294,16 +313,20 @@ class Flash4Rows:
             views.append(x.as_strided(shape, (step, head, 1), at))
         return views
 
-    def row_sums(self) -> Tensor:
-        """See SharedRows."""
-        return self._row_sum[:, :, : self._q.shape[1]]
 
-    def write(self, dq_BQNH: Tensor) -> None:
-        """See SharedRows."""
-        config = _config(self._work.size, self._tall)
-        threads = 128 if config.dQ_single_wg else config.num_wg * 128
-        shape = (config.m_block_size, threads, config.AtomLayoutMdQ, config.dQ_swapAB)
-        _round(self._dq, dq_BQNH, self._work.scale, shape)
+def _known(known_ZNT: Tensor, group: RowGroup, padded: int) -> Tensor:
+    """Row sums and LSE [2, B, N, padded] of a group's rows, from those of all local rows."""
+    if not group.own:
+        return known_ZNT
+    found = read_rows(known_ZNT.permute(3, 0, 1, 2), group.runs)  # [X, Q, 2, Z, N]
+    if group.joined:
+        found = found.permute(2, 3, 4, 0, 1).flatten(3)
+    else:
+        found = found.permute(2, 0, 3, 4, 1).flatten(1, 2)
+    into = known_ZNT.new_empty(*found.shape[:3], padded)
+    into[..., : found.shape[3]] = found
+    into[..., found.shape[3] :] = BEYOND
+    return into
 
 
 def _keys_of(launch: SharedLaunch, x_SZMH: Tensor, sample: int) -> Tensor:
@@ -314,9 +337,8 @@ def _keys_of(launch: SharedLaunch, x_SZMH: Tensor, sample: int) -> Tensor:
     return x_SZMH.as_strided(shape, (launch.key_step * row, row, head, 1), at)
 
 
-def _round(wide: Tensor, into: Tensor, scale: float, shape: tuple[int, int, int, bool]) -> None:
+def _round(wide: Tensor, into: Tensor, scale: float, order: Order) -> None:
     """Writes sums [B, heads, rows * H] times `scale` to [B, rows, heads, H]."""
-    tile, threads, atom, swap = shape
     size = into.shape[-1]
     _bwd_postprocess_convert(
         wide,
@@ -327,10 +349,10 @@ def _round(wide: Tensor, into: Tensor, scale: float, shape: tuple[int, int, int,
         ARCH,
         torch2cute_dtype_map[into.dtype],
         size,
-        tile,
-        threads,
-        atom,
-        swap,
+        order.rows,
+        order.groups * 128,
+        order.along_rows,
+        order.swapped,
         fake_mode=False,
         hdim_multiple_of=_head_multiple(size),
     )

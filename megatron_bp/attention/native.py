@@ -154,9 +154,9 @@ class NativeRun:
         done = _nothing if steps[Phase.EARLY] or steps[Phase.LATE] else clean_done
         row_sums: tuple[Tensor, ...] = ()
         if shared.rows and isinstance(kernel, SharingKernel):
-            sums = kernel.share(keys[0].k, queries_per_key, shared.keys, self.scale)
+            sums = kernel.share(keys[0].k, queries_per_key, shared, self.scale)
             queue = queue_on(q.device, self.beside)
-            row_sums = SharedRun(shared, sums, queue, dout_TZNH, saved, grads).run(done)
+            row_sums = (SharedRun(shared, sums, queue, dout_TZNH, saved, grads).run(done),)
         else:
             done()
         return Rest(steps, row_sums)

@@ -1,23 +1,24 @@
 """Launches of a backward pass that share accumulators.
 
 A kernel that sums dQ, dK and dV in fp32 buffers of its own prepares them before each launch and
-rounds them to the model's dtype after it. If all launches of a pass sum in the same buffers, that
-happens once, and nothing is left to add: this module says which launches can, and where in the
-buffers each of them lies. Pure integers, computed once a pass and cached.
+brings them into rows after it. If all launches of a pass sum in the same buffers, that happens
+once, and little is left to add: this module says which launches can, and where in the buffers each
+of them lies. Pure integers, computed once a pass and cached.
 Kernels sum whole tiles of rows and keys. Launches share rows if they begin and end where tiles do;
 a launch that does not, or has tiles of another height, has rows of its own.
 Specified by tests/attention/test_sharing.py.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
-from megatron_bp.attention.contract import NativeKernel, Saved, Window
+from megatron_bp.attention.contract import NativeKernel, Window
+from megatron_bp.attention.problems import KeyValue
 from megatron_bp.attention.schedule import Pass, RowBook, Runs, Step
 from megatron_bp.layout.decomposition import KeySpace, Phase
 
@@ -52,6 +53,7 @@ class SharedLaunch(NamedTuple):
     `key + x * key_step` on; its key gradients are summed in `group`, from row
     `offset + x * offset_step` of the group's buffer on. Key steps of 0: all have the same keys.
     In rows of its own a launch has `row` and `row_step` 0, and problem x is the x-th of them.
+    Until it is placed, `group` and the offsets are 0.
     """
 
     num_problems: int
@@ -63,9 +65,15 @@ class SharedLaunch(NamedTuple):
     key_step: int
     num_keys: int
     window: Window
-    group: int
-    offset: int
-    offset_step: int
+    group: int = 0
+    offset: int = 0
+    offset_step: int = 0
+
+    @property
+    def key_starts(self) -> tuple[int, ...]:
+        """First keys of the problems, each once."""
+        count = self.num_problems if self.key_step else 1
+        return tuple(self.key + x * self.key_step for x in range(count))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,16 +87,20 @@ class KeyGroup:
 
 @dataclass(frozen=True, eq=False)
 class RowGroup:
-    """Launches whose query gradients share a buffer, in tiles of `tile` rows.
+    """Launches whose query gradients share a buffer, in tiles of `tile` rows, and its rows.
 
-    `own` holds the step if it is a single one with rows of its own; else they are all local rows,
-    which no group before touched if it may `store`.
+    `own` holds the step if it is a single one with rows of its own; else they are all local rows.
     """
 
     tile: int
     launches: tuple[SharedLaunch, ...]
+    runs: Runs
     own: tuple[Step, ...] = ()
-    store: bool = True
+
+    @property
+    def joined(self) -> bool:
+        """Whether the runs lie one after another in the buffer, as one problem."""
+        return bool(self.own) and self.own[0].joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,28 +129,27 @@ class SharedRows(Protocol):
         """Adds the gradients of a launch's problems."""
         ...
 
-    def write(self, dq_BQNH: Tensor) -> None:
-        """Writes the query gradients."""
-        ...
-
-    def row_sums(self) -> Tensor:
-        """rowsum(dout * out), fp32 (fp64 for fp64) [B, N, Q]."""
-        ...
-
 
 class SharedBackward(Protocol):
     """A backward pass whose launches share accumulators."""
 
-    def rows(self, dout_BQNH: Tensor, saved: Saved, tile: int, *, all_rows: bool) -> SharedRows:
-        """Sums for a row group: B samples, or problems with those of a sample `num_samples` apart.
+    def prepare(self, dout_ZTNH: Tensor, out_ZTNH: Tensor, lse_ZNT: Tensor) -> Tensor:
+        """Before all else: rowsum(dout * out) of all local rows, fp32 (fp64 for fp64) [Z, N, T]."""
+        ...
 
-        `all_rows` says that they are all local rows, so what is known about these is not computed
-        again. Of `saved`, keys and values are not looked at.
+    def rows(self, group: int, q_BQNH: Tensor, dout_BQNH: Tensor) -> SharedRows:
+        """Sums for a row group, kept until they are written.
+
+        B are samples, or problems with those of a sample `num_samples` apart.
         """
         ...
 
-    def write_keys(self, group: int, dk_XLZMH: Tensor, dv_XLZMH: Tensor) -> None:
-        """Writes the key and value gradients of a group's X runs of L keys."""
+    def write_rows(self, dq_TZNH: Tensor) -> None:
+        """Writes or adds, as their runs say, the query gradients of all row groups in turn."""
+        ...
+
+    def write_keys(self, group: int, into: KeyValue) -> None:
+        """Writes or adds, as its runs say, the key and value gradients of a group."""
         ...
 
 
@@ -155,32 +166,18 @@ class SharingKernel(NativeKernel, Protocol):
         ...
 
     def share(
-        self, like_SZMH: Tensor, queries_per_key: int, groups: tuple[KeyGroup, ...], scale: float
+        self, like_SZMH: Tensor, queries_per_key: int, shared: Shared, scale: float
     ) -> SharedBackward:
         """A pass over keys like `like_SZMH`."""
         ...
 
 
 class _Candidate(NamedTuple):
-    """A launch whose place in a buffer of keys is not decided yet; `own` as in RowGroup."""
+    """A launch that is not placed yet; `own` as in RowGroup."""
 
-    num_problems: int
-    row: int
-    row_step: int
-    num_rows: int
-    space: KeySpace
-    key: int
-    key_step: int
-    num_keys: int
-    window: Window
+    launch: SharedLaunch
     tile: int
     own: tuple[Step, ...] = ()
-
-    @property
-    def key_starts(self) -> tuple[int, ...]:
-        """First keys of the problems, each once."""
-        count = self.num_problems if self.key_step else 1
-        return tuple(self.key + x * self.key_step for x in range(count))
 
 
 def share(todo: Pass, rule: TileRule, stays: Callable[[Step], bool]) -> Shared:
@@ -199,7 +196,7 @@ def share(todo: Pass, rule: TileRule, stays: Callable[[Step], bool]) -> Shared:
     keys: list[KeyGroup] = []
     placed: dict[int, SharedLaunch] = {}
     for space in KeySpace:
-        mine = [x for x in found if x.space is space]
+        mine = [x.launch for x in found if x.launch.space is space]
         for members, starts, length in _grouped(mine, common.keys):
             padded = -(-length // common.keys) * common.keys
             at = _Runs(starts, length)
@@ -207,34 +204,23 @@ def share(todo: Pass, rule: TileRule, stays: Callable[[Step], bool]) -> Shared:
             runs = books[space].write(np.array(starts), length, in_pieces=True)
             keys.append(KeyGroup(space, runs, padded))
     book = RowBook(todo.num_rows)
-    rows = _row_groups([(x, placed[id(x)]) for x in found], common.rows, book)
+    rows = _row_groups([(x, placed[id(x.launch)]) for x in found], common.rows, book)
     return Shared(tuple(rows), tuple(keys), todo.reordered(rest, book, books))
 
 
 def _row_groups(
     found: list[tuple[_Candidate, SharedLaunch]], tile: int, book: RowBook
 ) -> Iterator[RowGroup]:
-    """Launches in row groups: those at the clean buffer end first if others are at the shard.
-
-    Of these the one over most rows comes first: it stores what the others add to.
-    """
-    apart = any(x.space is KeySpace.SHARD for x, _ in found)
-    if apart:
-        found = sorted(found, key=lambda pair: -pair[0].num_problems * pair[0].num_rows)
-
-    def alone(is_first: bool) -> Iterator[RowGroup]:
-        for x, launch in found:
-            if (apart and x.space is KeySpace.CLEAN) is is_first:
-                for step in x.own:
-                    at = book.write(step.rows.starts, step.rows.length, in_pieces=False)
-                    yield RowGroup(x.tile, (launch,), (replace(step, rows=at),))
-
-    yield from alone(True)
+    """Launches in row groups, in the order in which they write: those over most rows store."""
     together = tuple(launch for x, launch in found if not x.own)
     if together:
-        everything = np.zeros(1, dtype=np.int64), len(book.touched)
-        yield RowGroup(tile, together, store=book.write(*everything, in_pieces=False).store)
-    yield from alone(False)
+        runs = book.write(np.zeros(1, dtype=np.int64), len(book.touched), in_pieces=False)
+        yield RowGroup(tile, together, runs)
+    alone = [(x, launch) for x, launch in found if x.own]
+    for x, launch in sorted(alone, key=lambda pair: -pair[1].num_problems * pair[1].num_rows):
+        rows = x.own[0].rows
+        runs = book.write(rows.starts, rows.length, in_pieces=False)
+        yield RowGroup(x.tile, (launch,), runs, x.own)
 
 
 def _steps(todo: Pass, stays: Callable[[Step], bool]) -> Iterator[tuple[Phase, Step]]:
@@ -270,7 +256,7 @@ def _candidates(step: Step, rule: TileRule, num_rows: int) -> tuple[_Candidate, 
     count, _, _, key, key_step = parts[0]
     count, length = (1, count * rows.length) if step.joined else (count, rows.length)
     at = (space, key, key_step, keys.length, step.window)
-    return (_Candidate(count, 0, 0, length, *at, tiles.rows, (step,)),)
+    return (_Candidate(SharedLaunch(count, 0, 0, length, *at), tiles.rows, (step,)),)
 
 
 def _in_common(
@@ -290,7 +276,7 @@ def _in_common(
         return ()
     length = step.rows.length + up
     at = (space, key, key_step, step.num_keys, step.window)
-    return (_Candidate(count, row - up, row_step, length, *at, tile),)
+    return (_Candidate(SharedLaunch(count, row - up, row_step, length, *at), tile),)
 
 
 class _Runs(NamedTuple):
@@ -301,37 +287,37 @@ class _Runs(NamedTuple):
 
 
 def _grouped(
-    candidates: list[_Candidate], tile: int
-) -> list[tuple[list[_Candidate], tuple[int, ...], int]]:
+    launches: list[SharedLaunch], tile: int
+) -> list[tuple[list[SharedLaunch], tuple[int, ...], int]]:
     """Launches of one buffer each, with the starts and the length of its runs.
 
     One run over all keys, if every launch begins where a tile of it does; else each launch has runs
     of its own, or places in the runs of one with longer ones.
     """
-    if not candidates:
+    if not launches:
         return []
-    lo = min(min(x.key_starts) for x in candidates)
-    hi = max(max(x.key_starts) + x.num_keys for x in candidates)
-    if all((start - lo) % tile == 0 for x in candidates for start in x.key_starts):
-        return [(candidates, (lo,), hi - lo)]
+    lo = min(min(x.key_starts) for x in launches)
+    hi = max(max(x.key_starts) + x.num_keys for x in launches)
+    if all((start - lo) % tile == 0 for x in launches for start in x.key_starts):
+        return [(launches, (lo,), hi - lo)]
     longest: dict[tuple[int, ...], int] = {}
-    for starts, length in (_own_runs(x, tile) for x in candidates):
+    for starts, length in (_own_runs(x, tile) for x in launches):
         longest[starts] = max(length, longest.get(starts, 0))
     runs = sorted((_Runs(*x) for x in longest.items()), key=lambda x: -x.length)
-    members: dict[_Runs, list[_Candidate]] = {x: [] for x in runs}
-    for x in candidates:
+    members: dict[_Runs, list[SharedLaunch]] = {x: [] for x in runs}
+    for x in launches:
         members[next(y for y in runs if _places(x, y, tile))].append(x)
     return [(found, *at) for at, found in members.items() if found]
 
 
-def _own_runs(x: _Candidate, tile: int) -> _Runs:
+def _own_runs(x: SharedLaunch, tile: int) -> _Runs:
     """The runs of a launch's problems, or one run if they overlap by whole tiles."""
     if 0 < x.key_step < x.num_keys and x.key_step % tile == 0:
         return _Runs((x.key,), (x.num_problems - 1) * x.key_step + x.num_keys)
     return _Runs(x.key_starts, x.num_keys)
 
 
-def _places(x: _Candidate, runs: _Runs, tile: int) -> tuple[int, ...]:
+def _places(x: SharedLaunch, runs: _Runs, tile: int) -> tuple[int, ...]:
     """First rows of a launch's problems in a buffer of `runs`; nothing if it has no place there.
 
     They are evenly spaced: in one run, or at the same row of consecutive runs.
@@ -354,7 +340,8 @@ def _places(x: _Candidate, runs: _Runs, tile: int) -> tuple[int, ...]:
     return tuple(i * padded + row for i, row in found)
 
 
-def _placed(x: _Candidate, group: int, runs: _Runs, tile: int) -> SharedLaunch:
+def _placed(x: SharedLaunch, group: int, runs: _Runs, tile: int) -> SharedLaunch:
     """The launch in its group's buffer."""
     first, *others = _places(x, runs, tile)
-    return SharedLaunch(*x[:9], group, first, others[0] - first if others else 0)
+    step = others[0] - first if others else 0
+    return x._replace(group=group, offset=first, offset_step=step)

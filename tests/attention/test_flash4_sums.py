@@ -2,7 +2,8 @@
 
 The package is not needed: its three kernels are replaced by plain torch that reads and writes whole
 tiles as they do, so a wrong view, a tail that weighs something, or memory that nobody wrote shows.
-Buffers hold rows one after another here; how the package orders a tile is its own affair.
+Buffers hold rows one after another here, and the package's kernel rounds them, or each tile in an
+order of its own, known to untile.py.
 """
 
 import math
@@ -11,23 +12,25 @@ from collections import namedtuple
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from torch.nn.functional import pad
 
 import megatron_bp.attention as package
 from megatron_bp.attention.contract import Cut, Window, window_mask
 from megatron_bp.attention.kernels.dense import DenseKernel
 from megatron_bp.attention.schedule import make_schedule
-from megatron_bp.attention.sharing import KeyGroup, TileRule, share
+from megatron_bp.attention.sharing import Shared, TileRule, share
 from megatron_bp.layout.plan import PlanRequest, make_plan
 from tests.attention.test_sharing import SharingDense, gradients
 from tests.layout.test_decomposition import requests
 
 LOG2_E = math.log2(math.e)
+WIDE = 32  # what the package rounds head sizes up to
 LONG = 12  # keys from which on unmasked launches have the taller tile, here
 
 
@@ -49,22 +52,43 @@ class InFloat64:
         return torch.empty(*args, **options).fill_(math.nan)
 
 
-class Kernels:
-    """Stand-ins for the three kernels, and a count of the first one's runs."""
+class Shuffled(NamedTuple):
+    """An order as untile.py takes it."""
 
-    def __init__(self) -> None:
-        self.prepared = 0
+    rows: int
+    size: int
+    known = True
+
+    @property
+    def places(self) -> Tensor:
+        """Place in the tile of each element, [rows, size]."""
+        generator = torch.Generator().manual_seed(self.rows)
+        return torch.randperm(self.rows * self.size, generator=generator).view(*self)
+
+
+class Kernels:
+    """Stand-ins for the three kernels, and counts of the first and last one's runs."""
+
+    def __init__(self, in_order: bool) -> None:
+        self.in_order = in_order
+        self.prepared = self.rounded = 0
 
     def prepare(self, out: Tensor, dout: Tensor, *args: Any, **options: Any) -> None:
-        """LSE to base 2 and row sums of whole tiles, beyond the rows infinite and 0; zeroes dQ."""
+        """LSE to base 2 and row sums of whole tiles, beyond the rows infinite and 0."""
         row_sum, lse, lse2, dq, *_, tile = args
+        assert dq is None
         rows = out.shape[1]
         stop = -(-rows // tile) * tile
         row_sum[..., :stop], lse2[..., :stop] = 0, math.inf
         row_sum[..., :rows] = (out * dout).sum(-1).transpose(1, 2)
         lse2[..., :rows] = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse * LOG2_E)
-        dq[..., : stop * options["hdim_multiple_of"]] = 0
         self.prepared += 1
+
+    def places(self, tile: int, size: int) -> Tensor:
+        """Of the elements of a tile."""
+        if self.in_order:
+            return Shuffled(tile, size).places
+        return torch.arange(tile * WIDE).view(tile, WIDE)[:, :size]
 
     def main(self, kind: Any, *args: Any) -> None:
         """Adds to dQ, dK and dV; rows of the last tile beyond the launch's have q and dout 0."""
@@ -84,17 +108,21 @@ class Kernels:
         s = torch.einsum("xqnh,xknh->xnqk", q, wide_k) * scale * LOG2_E
         p = torch.where(seen, torch.exp2(s - lse2[..., None]), 0.0)
         ds = p * (torch.einsum("xqnh,xknh->xnqk", dout, wide_v) - row_sum[..., None])
-        for into, rows, part in (
-            (dq, tall, torch.einsum("xnqk,xknh->xnqh", ds, wide_k)),
-            (dk, num_keys, torch.einsum("xnqk,xqnh->xnkh", ds, q)),
-            (dv, num_keys, torch.einsum("xnqk,xqnh->xnkh", p, dout)),
+        for into, tile, part in (
+            (dq, kind.tile_m, torch.einsum("xnqk,xknh->xnqh", ds, wide_k)),
+            (dk, kind.tile_n, torch.einsum("xnqk,xqnh->xnkh", ds, q)),
+            (dv, kind.tile_n, torch.einsum("xnqk,xqnh->xnkh", p, dout)),
         ):
             per_head = part.unflatten(1, (into.shape[1], -1)).sum(2)
+            per_head = pad(per_head, (0, 0, 0, -per_head.shape[2] % tile)).unflatten(2, (-1, tile))
+            places = self.places(tile, part.shape[-1])
+            each = into.shape[2] // per_head.shape[2]
             for x in range(len(into)):  # one after another: problems may overlap in the buffer
-                into[x].unflatten(1, (-1, 32))[:, :rows, : part.shape[-1]] += per_head[x]
+                into[x].unflatten(1, (-1, each))[..., places] += per_head[x]
 
     def convert(self, wide: Tensor, into: Tensor, scale: float, *_: Any, **options: Any) -> None:
         """Rounds a buffer to the model's dtype."""
+        self.rounded += 1
         rows = wide.unflatten(2, (-1, options["hdim_multiple_of"]))
         into.copy_(rows[:, :, : into.shape[1], : into.shape[3]].transpose(1, 2) * scale)
 
@@ -138,10 +166,10 @@ def stand_ins(kernels: Kernels) -> dict[str, ModuleType]:
     return modules
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
+@pytest.fixture(scope="module", params=[False, True], ids=["rounded", "in-order"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
     """The stand-ins of this file."""
-    return Kernels()
+    return Kernels(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +185,10 @@ def sums(kernels: Kernels) -> Any:
             patch.setitem(sys.modules, name, stub)
         spec.loader.exec_module(module)
     module.torch, module.LONG = InFloat64(), LONG
+    if kernels.in_order:
+        module._head_multiple = lambda size: size
+        module._row_order = lambda size, tall: Shuffled(5 if tall else 4, size)
+        module._key_order = lambda size: Shuffled(4, size)
     return module
 
 
@@ -167,10 +199,8 @@ def sharing(sums: Any) -> DenseKernel:
         def tiles(self, head_size: int) -> TileRule:
             return sums.tiles(head_size)
 
-        def share(
-            self, like: Tensor, queries_per_key: int, groups: tuple[KeyGroup, ...], scale: float
-        ) -> Any:
-            return sums.Flash4Backward(like, queries_per_key, groups, scale)
+        def share(self, like: Tensor, queries_per_key: int, shared: Shared, scale: float) -> Any:
+            return sums.Flash4Backward(like, queries_per_key, shared, scale)
 
     return Kernel()
 
@@ -197,22 +227,24 @@ def test_blocks_of_whole_tiles_and_tall_launches_give_them_too(sums: Any, window
     check(sums, request, corrupted_only=False)
 
 
-def test_rows_that_launches_of_both_tiles_have_are_prepared_once(
+def test_rows_are_prepared_once_and_rounded_only_if_their_order_is_not_known(
     sums: Any, kernels: Kernels
 ) -> None:
     """All rows see the keys before the early chunk, in the tall tile; squares have the other."""
     request = PlanRequest(length=256, block_size=32, num_ranks=4, num_clean_shards=4)
     plan, rule = make_plan(request, 3), sums.tiles(8)
-    num_rows, before = plan.rows.num_rows, kernels.prepared
+    num_rows, before, rounded = plan.rows.num_rows, kernels.prepared, kernels.rounded
     found = share(make_schedule(plan, False, Cut.CHUNKS).backward, rule, lambda _: False)
-    all_rows = [x for x in found.rows if not x.own or x.own[0].rows.length == num_rows]
+    all_rows = [x for x in found.rows if x.runs.length == num_rows]
     assert {x.tile for x in all_rows} == {rule.usual.rows, rule.long.rows}
+    assert len(found.rows) > len(all_rows)
     assert num_rows % rule.long.rows, "the tall tile should need a tail"
     gradients(plan, sharing(sums), corrupted_only=False)
-    assert kernels.prepared - before == len(found.rows) - len(all_rows) + 1
+    assert kernels.prepared - before == 1
+    assert (kernels.rounded - rounded == 0) is kernels.in_order
 
 
 def test_nothing_of_the_stand_ins_is_left_for_others(sums: Any) -> None:
     assert sums.__name__ not in sys.modules
-    left = [sys.modules[name] for name in stand_ins(Kernels()) if name in sys.modules]
+    left = [sys.modules[name] for name in stand_ins(Kernels(in_order=False)) if name in sys.modules]
     assert all(module.__spec__ for module in left)

@@ -162,14 +162,14 @@ def test_the_reduction_can_start_before_every_launch_that_stays(
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
-def test_the_launch_over_most_rows_stores_the_query_gradients() -> None:
+def test_the_sums_over_all_local_rows_store_the_query_gradients() -> None:
     """On rank 1 all rows see the first chunk and the late ones five more, in tiles of their own."""
     rule = TileRule(Tiles(64, 128), Tiles(80, 128), 8192)
     todo = pass_of(make_plan(LONG, 1))
     found = share(todo, rule, lambda step: step.rows.length <= 32)
-    assert [x.launches[0].num_rows for x in found.rows] == [32768, 16384, 8192]
-    assert [x.own[0].rows.store for x in found.rows[:2]] == [True, False]
-    assert not found.rows[2].store
+    assert [x.launches[0].num_rows for x in found.rows] == [8192, 32768, 16384]
+    assert found.rows[0].runs.length == todo.num_rows
+    assert [x.runs.store for x in found.rows] == [True, False, False]
     assert found.rest.row_gaps == ()
 
 

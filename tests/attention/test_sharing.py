@@ -17,9 +17,11 @@ from megatron_bp.attention.contract import Cut, Saved, window_mask
 from megatron_bp.attention.kernels.dense import DenseKernel, attend_backward
 from megatron_bp.attention.lanes import InARow
 from megatron_bp.attention.native import NativeRun, Partial, empty_partial
-from megatron_bp.attention.problems import KeyValue, Spaces
+from megatron_bp.attention.passes import add_rows
+from megatron_bp.attention.problems import KeyValue, Problems, Spaces, add_pieces
 from megatron_bp.attention.schedule import Pass, make_schedule
-from megatron_bp.attention.sharing import KeyGroup, Shared, SharedLaunch, TileRule, Tiles, share
+from megatron_bp.attention.sharing import RowGroup, Shared, SharedLaunch, TileRule, Tiles, share
+from megatron_bp.attention.untile import by_problem
 from megatron_bp.layout.decomposition import KeySpace, Phase
 from megatron_bp.layout.plan import PlanRequest, RankPlan, make_plan
 from megatron_bp.layout.visibility import CleanRule
@@ -39,36 +41,55 @@ def whole(length: int, tile: int) -> int:
 class DenseShared:
     """See SharedBackward."""
 
-    def __init__(self, like: Tensor, groups: tuple[KeyGroup, ...], rule: TileRule) -> None:
-        self.groups, self.rule = groups, rule
-        self.row_sums: list[Tensor] = []
+    def __init__(self, like: Tensor, shared: Shared, rule: TileRule) -> None:
+        self.shared, self.groups, self.rule = shared, shared.keys, rule
+        self.known: tuple[Tensor, ...] = ()  # out [T, Z, N, H], LSE [T, Z, N]
+        self.row_sums: dict[int, DenseRows] = {}
         self.sums = [
             torch.zeros(2, x.runs.num_problems * x.padded, *like.shape[1:], dtype=like.dtype)
-            for x in groups
+            for x in shared.keys
         ]
 
-    def rows(self, dout: Tensor, saved: Saved, tile: int, *, all_rows: bool) -> "DenseRows":
+    def prepare(self, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         """See SharedBackward."""
-        rows = DenseRows(self, dout, saved, tile)
-        if all_rows:  # what is computed once must do for all such calls
-            self.row_sums.append(rows.row_sums())
-            assert torch.equal(self.row_sums[0], self.row_sums[-1])
-        return rows
+        self.known = out.transpose(0, 1), lse.permute(2, 0, 1)
+        return (dout * out).sum(-1).transpose(1, 2)
 
-    def write_keys(self, group: int, dk: Tensor, dv: Tensor) -> None:
+    def rows(self, group: int, q: Tensor, dout: Tensor) -> "DenseRows":
+        """See SharedBackward."""
+        assert group not in self.row_sums
+        self.row_sums[group] = DenseRows(self, self.shared.rows[group], q, dout)
+        return self.row_sums[group]
+
+    def write_rows(self, dq: Tensor) -> None:
+        """See SharedBackward."""
+        for number, group in enumerate(self.shared.rows):
+            rows = self.row_sums.pop(number)
+            num_rows = rows.dout.shape[1]
+            part = by_problem(rows.dq[:, :num_rows], SAMPLES, group.runs, group.joined)
+            add_rows((dq,), group.runs, (part,))
+
+    def write_keys(self, group: int, into: KeyValue) -> None:
         """See SharedBackward."""
         runs = self.groups[group].runs
-        for into, x in zip((dk, dv), self.sums[group], strict=True):
-            into.copy_(x.unflatten(0, (runs.num_problems, -1))[:, : runs.length])
+        parts = [
+            x.unflatten(0, (runs.num_problems, -1))[:, : runs.length] for x in self.sums[group]
+        ]
+        add_pieces(into, runs, *parts)
 
 
 class DenseRows:
     """See SharedRows; problems [X * samples, Q, heads, H] or samples [samples, T, heads, H]."""
 
-    def __init__(self, work: DenseShared, dout: Tensor, saved: Saved, tile: int) -> None:
-        self.work, self.dout, self.saved, self.tile = work, dout, saved, tile
+    def __init__(self, work: DenseShared, group: RowGroup, q: Tensor, dout: Tensor) -> None:
+        self.work, self.q, self.dout, self.tile = work, q, dout, group.tile
         batch, length, heads, size = dout.shape
-        self.dq = torch.zeros(batch, whole(length, tile), heads, size, dtype=dout.dtype)
+        self.dq = torch.zeros(batch, whole(length, group.tile), heads, size, dtype=dout.dtype)
+        out, lse = work.known
+        self.out, self.lse = out.transpose(0, 1), lse.permute(1, 2, 0)
+        for step in group.own:
+            at = Problems(step, KV_HEADS)
+            self.out, self.lse = at.query(out), at.lse(lse)
 
     def launch(self, launch: SharedLaunch, k: Tensor, v: Tensor) -> None:
         """See SharedRows."""
@@ -84,9 +105,9 @@ class DenseRows:
             assert at % rule.usual.keys == 0
             rows, keys = slice(row, row + launch.num_rows), slice(key, key + launch.num_keys)
             b = slice(z + x * apart, z + x * apart + 1)
-            q, out, dout = (t[b, rows] for t in (self.saved.q, self.saved.out, self.dout))
+            q, out, dout = (t[b, rows] for t in (self.q, self.out, self.dout))
             k_part, v_part = (t[keys, z][None] for t in (k, v))
-            saved = Saved(q, k_part, v_part, out, self.saved.lse[b, :, rows])
+            saved = Saved(q, k_part, v_part, out, self.lse[b, :, rows])
             dq, dk, dv = attend_backward(dout, saved, mask, SCALE)
             self.dq[b, rows] += dq
             # The rest of the last tile gets what another row's LSE makes of rows of zeros.
@@ -94,14 +115,6 @@ class DenseRows:
             assert at + launch.num_keys <= len(work.sums[launch.group][0])
             for into, part in zip(work.sums[launch.group], (dk, dv), strict=True):
                 into[at : at + launch.num_keys, z] += part[0]
-
-    def write(self, dq: Tensor) -> None:
-        """See SharedRows."""
-        dq.copy_(self.dq[:, : dq.shape[1]])
-
-    def row_sums(self) -> Tensor:
-        """See SharedRows."""
-        return (self.dout * self.saved.out).sum(-1).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -119,11 +132,11 @@ class SharingDense(DenseKernel):
         return self.rule
 
     def share(
-        self, like: Tensor, queries_per_key: int, groups: tuple[KeyGroup, ...], scale: float
+        self, like: Tensor, queries_per_key: int, shared: Shared, scale: float
     ) -> DenseShared:
         """See SharingKernel."""
         assert (scale, queries_per_key) == (SCALE, HEADS // KV_HEADS)
-        return DenseShared(like, groups, self.rule)
+        return DenseShared(like, shared, self.rule)
 
 
 def gradients(plan: RankPlan, kernel: DenseKernel, corrupted_only: bool) -> list[Tensor]:
@@ -217,7 +230,7 @@ def test_long_launches_in_taller_tiles_have_rows_of_their_own_but_the_same_keys(
     found = shared(LONG, TileRule(Tiles(64, 128), Tiles(80, 128), 8192))
     assert [group.tile for group in found.rows] == [64, 80, 80]
     lengths = [[x.num_rows for x in group.launches] for group in found.rows]
-    assert lengths == [[4096, 4096], [8192], [16384]]
+    assert lengths == [[4096, 4096], [16384], [8192]]
     assert len(found.keys) == 1
 
 

@@ -1,0 +1,209 @@
+"""Sums in tiles become gradients in rows: the order, plain torch, and the Triton kernels.
+
+Without a GPU the Triton kernels run in Triton's interpreter, in a process of their own because
+the interpreter is chosen when Triton is imported.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_bp.attention import untile
+from megatron_bp.attention.problems import KeyValue
+from megatron_bp.attention.schedule import Runs, disjoint_rounds
+from megatron_bp.attention.untile import Order, RowSums, Tiled, write_keys, write_rows
+
+ORDERS = {
+    # head size: usual rows, tall rows, keys, as FlashAttention 4 has them on Hopper
+    64: (Order(128, 64, 2, 2, False), Order(128, 64, 2, 2, False), Order(128, 64, 2, 2, False)),
+    96: (Order(64, 96, 1, 1, False), Order(64, 96, 1, 1, False), Order(128, 96, 2, 2, False)),
+    128: (Order(64, 128, 2, 1, False), Order(80, 128, 2, 1, True), Order(128, 128, 2, 2, False)),
+    192: (Order(64, 192, 2, 1, False), Order(64, 192, 2, 1, False), Order(96, 192, 2, 2, True)),
+    256: (Order(64, 256, 2, 1, False), Order(64, 256, 2, 1, False), Order(48, 256, 2, 1, True)),
+}
+ALL = sorted({order for orders in ORDERS.values() for order in orders})
+SCALE = 0.375
+
+
+def runs_of(starts: list[int], length: int, store: bool) -> Runs:
+    """Runs without pieces."""
+    at = np.array(starts)
+    return Runs(at, length, store, disjoint_rounds(at, length))
+
+
+def tiled(order: Order, rows: Tensor) -> Tiled:
+    """Sums [B, padded rows, N, H] as the main kernel leaves them."""
+    flat = torch.empty_like(rows.transpose(1, 2)).flatten(2)
+    view = flat.unflatten(-1, (-1, order.rows * order.size))
+    view[..., order.places.flatten()] = (
+        rows.transpose(1, 2).unflatten(2, (-1, order.rows)).flatten(3)
+    )
+    return Tiled(flat, order)
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    """Small integers, so that every sum is exact; the rest of a tile is not to be read."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, shape, generator=generator).float()
+
+
+@pytest.mark.parametrize("order", ALL, ids=str)
+def test_every_element_of_a_tile_has_a_place_of_its_own(order: Order) -> None:
+    assert order.known
+    places = order.places
+    assert torch.equal(places.flatten().sort().values, torch.arange(order.rows * order.size))
+
+
+@pytest.mark.parametrize("order", ALL, ids=str)
+def test_places_are_those_of_the_accumulator_fragments_of_wgmma(order: Order) -> None:
+    """As the PTX manual draws them: thread by thread and register by register."""
+    high = order.groups // order.along_rows if order.swapped else order.along_rows
+    height, width = (order.size, order.rows) if order.swapped else (order.rows, order.size)
+    broad = width // (order.groups // high)
+    places = order.places.T if order.swapped else order.places
+    for group, thread in ((0, 0), (0, 37), (order.groups - 1, 127)):
+        register = 0
+        for tile in range(height // 64 // high):
+            for column in range(0, broad, 8):
+                for h in (0, 8):
+                    for c in (0, 1):
+                        lane, warp = thread % 32, thread // 32
+                        m = 64 * (group % high + high * tile) + 16 * warp + h + lane // 4
+                        n = broad * (group // high) + column + lane % 4 * 2 + c
+                        piece = group * (order.rows * order.size // order.groups)
+                        at = piece + register // 4 * 512 + thread * 4 + register % 4
+                        assert places[m, n] == at
+                        register += 1
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        Order(4, 32, 2, 2, False),  # fewer rows than a warp group has
+        Order(64, 128, 3, 2, False),
+        Order(64, 128, 2, 0, False),
+        Order(64, 100, 1, 1, False),
+        Order(40, 128, 2, 1, True),  # a slab would be cut
+        Order(80, 96, 2, 1, True),
+    ],
+)
+def test_other_orders_are_not_known(order: Order) -> None:
+    assert not order.known
+
+
+def check_rows(size: int, dtype: torch.dtype, samples: int, uneven: bool, joined: bool) -> None:
+    """Sums of all rows and of two groups of rows, one of them joined or with its own tiles."""
+    usual, tall, _ = ORDERS[size]
+    rows, heads = 160, 2
+    starts, length = ([19, 75], 40) if uneven else ([16, 80], 48)
+    whole = runs_of([0], rows, True)
+    dq = torch.full((rows, samples, heads, size), float("nan")).to(dtype)
+    want = torch.zeros(rows, samples, heads, size)
+    groups = []
+    for seed, (order, runs, is_joined) in enumerate(
+        (
+            (usual, whole, False),
+            (tall, runs_of(starts, length, False), joined),
+            (tall, runs_of([32], 100, False), False),
+        )
+    ):
+        problems = runs.num_problems
+        num_rows = problems * runs.length if is_joined else runs.length
+        batch = samples if is_joined else samples * problems
+        padded = -(-num_rows // order.rows) * order.rows
+        sums = draw(batch, padded, heads, size, seed=seed)
+        by_run = untile.by_problem(sums[:, :num_rows], samples, runs, is_joined)
+        for x, start in enumerate(runs.starts):
+            want[int(start) : int(start) + runs.length] += by_run[x]
+        sums[:, num_rows:] = 1000.0  # beyond the rows
+        groups.append(RowSums(tiled(order, sums), runs, is_joined))
+    write_rows(dq, groups, SCALE)
+    assert torch.equal(dq, (want * SCALE).to(dtype))
+
+
+def check_keys(size: int, dtype: torch.dtype, samples: int, runs: Runs, order: Order) -> None:
+    """dK and dV of runs, stored or added; other rows stay as they were."""
+    heads, rows, x = 2, 400, runs.num_problems
+    packed = draw(rows, samples, 2, heads, size, seed=9).to(dtype)
+    into = KeyValue(packed[:, :, 0], packed[:, :, 1])
+    want = packed.float()
+    padded = -(-runs.length // order.rows) * order.rows
+    sums = draw(2 * samples * x, padded, heads, size, seed=10)
+    parts = sums.unflatten(0, (2, samples, x))
+    stored = torch.zeros(rows, dtype=torch.bool)
+    for i, start in enumerate(runs.starts):
+        for lo, piece in runs.pieces or ((0, runs),):
+            at = slice(int(start) + lo, int(start) + lo + piece.length)
+            for part, scale in ((0, SCALE), (1, 1.0)):
+                values = parts[part, :, i, lo : lo + piece.length].transpose(0, 1) * scale
+                old = want[at, :, part] * (~stored[at] & piece.store)[:, None, None, None]
+                want[at, :, part] += values - old
+            stored[at] = True
+    parts[:, :, :, runs.length :] = 1000.0
+    if runs.store:
+        for start in runs.starts:
+            packed[int(start) : int(start) + runs.length] = float("nan")
+    write_keys(into, runs, tiled(order, sums.flatten(0, 2) if sums.dim() > 4 else sums), SCALE)
+    assert torch.equal(packed, want.to(dtype))
+
+
+def pieces() -> Runs:
+    """One run that is stored in part, cut where slabs are not."""
+    parts = [runs_of([7 + lo], n, store) for lo, n, store in ((0, 37, True), (37, 83, False))]
+    return replace(runs_of([7], 120, False), pieces=((0, parts[0]), (37, parts[1])))
+
+
+KEYS = {
+    "one": runs_of([3], 250, True),
+    "apart": runs_of([3, 130], 100, True),
+    "uneven": runs_of([260, 3, 130], 50, False),
+    "overlapping": runs_of([5, 37, 69, 101], 90, False),
+    "overlapping, slabs cut": runs_of([5, 30, 55], 40, False),
+    "in pieces": pieces(),
+}
+CASES = ((64, torch.float32), (96, torch.bfloat16), (128, torch.bfloat16), (192, torch.float32))
+CASES = (*CASES, (256, torch.float16), (128, torch.float32))
+
+
+def check_all() -> None:
+    """Every case; all of one head size."""
+    for number, (size, dtype) in enumerate(CASES):
+        samples = 1 + number % 2
+        for uneven, joined in ((False, True), (False, False), (True, number % 2 == 0)):
+            check_rows(size, dtype, samples, uneven, joined)
+        for at, runs in enumerate(KEYS.values()):
+            if size in (128, 256) or at == number:
+                check_keys(size, dtype, samples, runs, ORDERS[size][2])
+
+
+def test_torch_equals_sums_in_rows() -> None:
+    check_all()
+
+
+def test_triton_kernels_equal_sums_in_rows_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
+    done = subprocess.run(
+        [sys.executable, __file__], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _interpret() -> None:
+    """Sends CPU tensors to the Triton kernels."""
+    from megatron_bp.attention import triton_untile
+
+    globals().update(write_rows=triton_untile.write_rows, write_keys=triton_untile.write_keys)
+    check_all()
+
+
+if __name__ == "__main__":
+    _interpret()
