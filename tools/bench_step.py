@@ -25,19 +25,18 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-# One process is its own group; with several ranks Megatron asks for one hardware queue.
+# One process is its own group.
 os.environ.setdefault("RANK", "0")
 os.environ.setdefault("WORLD_SIZE", "1")
 os.environ.setdefault("LOCAL_RANK", "0")
 os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
 os.environ.setdefault("MASTER_PORT", "29531")
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 import torch
 
 from megatron_bp.attention.bench import versions
 from megatron_bp.mcore import step_bench
-from megatron_bp.mcore.step_cases import MODES, RECIPES, SHAPES, Case, Job, cut
+from megatron_bp.mcore.step_cases import MODES, RECIPES, SHAPES, Case, Job, cases_at, cut
 from megatron_bp.planning.hardware import HARDWARE
 from megatron_bp.planning.predict import Cluster, Schedule, predict
 from megatron_bp.planning.shapes import MODELS
@@ -63,16 +62,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--baseline", default="", help="case whose tokens/s the others are divided by")
     p.add_argument("--peak-tflops", type=float, default=989.0, help="of one GPU, dense bf16")
     p.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])
+    p.add_argument("--queues", type=int, default=1, help="hardware queues of a GPU")
     p.add_argument("--json", type=Path)
     args = p.parse_args(shlex.split(own))
     args.extra = shlex.split(extra)
     return args
 
 
-def cases_at(texts: list[str], length: int) -> list[Case]:
-    """The cases to run at a length."""
-    parted = [text.partition("@") for text in texts]
-    return [Case.parse(x) for x, _, at in parted if not at or str(length) in at.split(",")]
+def open_device(queues: int) -> None:
+    """Makes this rank's context with some hardware queues; Megatron wants to read 1 afterwards."""
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(queues)
+    if torch.cuda.is_available():
+        torch.zeros(1, device=f"cuda:{os.environ['LOCAL_RANK']}")
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 
 
 def commit() -> str:
@@ -94,6 +96,7 @@ def main(argv: list[str]) -> None:
     args = parse(argv)
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     logging.disable(logging.WARNING)
+    open_device(args.queues)
     step_bench.start()
     if not torch.cuda.is_available() and rank == 0:
         print("no CUDA device: Megatron's local layers on the CPU, a trial without timings")

@@ -35,7 +35,7 @@ from megatron_bp.mcore.dataset import CorruptionRules, Sample
 from megatron_bp.mcore.forward_step import DiffusionForwardStep
 from megatron_bp.mcore.step_cases import RECIPES, Case, Job
 from megatron_bp.mcore.step_trace import Split, split_of
-from megatron_bp.mcore.step_waits import rows_of, shares
+from megatron_bp.mcore.step_waits import lost, rows_of, shares, slowest
 from megatron_bp.objectives.objective import Objective, Views
 
 
@@ -104,12 +104,15 @@ def start() -> None:
 
 def run_case(job: Job, case: Case, clock: Clock) -> Measured:
     """Builds, trains and measures one case, and takes Megatron's state down again."""
-    trainer = None
+    trainer, chunks = None, list[Any]()
     try:
         trainer = Trainer(job, case)
+        chunks += trainer.model
         return trainer.measure(clock)
     finally:
-        del trainer
+        trainer = None
+        while chunks:
+            drop_graphs(chunks.pop())
         _take_down()
 
 
@@ -218,6 +221,22 @@ def use_bench_seats(model: Any, flex: bool) -> int:
     return found
 
 
+def drop_graphs(model: Any) -> int:
+    """Empties what a mixture of experts' dispatchers keep of the last batch; returns how many.
+
+    The routing probabilities hold their graph, and the graph by its hooks the whole model: a circle
+    through C++ that Python cannot collect, so the memory would be missing in the next case.
+    """
+    found = 0
+    for module in model.modules():
+        holder = getattr(module, "token_dispatcher", module)
+        for name, value in vars(holder).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                setattr(holder, name, None)
+                found += 1
+    return found
+
+
 def one_view(objective: Objective) -> Objective:
     """The objective of a micro-batch that holds one of the two complementary views."""
     return replace(objective, views=Views.SINGLE)
@@ -314,6 +333,7 @@ def summary(job: Job, case: Case, measured: Measured, peak_tflops: float) -> dic
         "grad_norms": measured.grad_norms,
         "target_share": measured.target_share,
         "ranks": [[rows[rank] for rows in profiles] for rank in range(len(everyone))],
+        "slowest": [slowest(rows) for rows in profiles],
     }
 
 
@@ -324,7 +344,8 @@ def line(row: dict[str, Any]) -> str:
     split = row["ranks"][0][0] if row["ranks"][0] else {}
     parts = {**split.get("computing_ms", {}), "idle": split.get("idle_ms", 0.0)}
     parts |= {f"exposed {k}": v for k, v in split.get("exposed_ms", {}).items()}
-    exposed = shares([rank[0] for rank in row["ranks"]]) if split else "not profiled"
+    rows = [rank[0] for rank in row["ranks"]] if split else []
+    exposed = f"{shares(rows)}; {lost(rows)}" if rows else "not profiled"
     faster = row.get("speedup", float("nan"))
     return (f"{row['case']:24} {row['length']:>8} {row['step_ms']:>10.1f} ms {faster:>6.3f}x "
             f"{row['tokens_per_s']:>9.0f} tok/s {row['useful_tflops_per_gpu']:>7.1f} TF/s "

@@ -4,6 +4,7 @@ A case is MODE/RECIPE: how rows and blocks are split over ranks, and how a rank 
 model and no device. Specified by tests/mcore/test_step_bench.py.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -148,6 +149,12 @@ class Case:
     def name(self) -> str:
         """MODE/RECIPE."""
         return f"{self.mode}/{self.recipe}"
+
+
+def cases_at(texts: Sequence[str], length: int) -> list[Case]:
+    """The cases to run at a length; a text is MODE/RECIPE, or MODE/RECIPE@L,L for some lengths."""
+    parted = [text.partition("@") for text in texts]
+    return [Case.parse(x) for x, _, at in parted if not at or str(length) in at.split(",")]
 
 
 def cut(shape: ModelShape, num_layers: int) -> ModelShape:

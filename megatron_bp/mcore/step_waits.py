@@ -77,7 +77,7 @@ def rows_of(ranks: Sequence[Split]) -> list[dict[str, Any]]:
 def shares(rows: Sequence[Mapping[str, Any]]) -> str:
     """Exposed time of the exchange of keys in percent of a rank's wall, for `rows_of` a job.
 
-    The range over ranks, and what the rank exposes that arrives last: what all of them lose.
+    The range over ranks, and what the rank exposes that is waited for: what all of them lose.
     """
     texts = []
     for name in ("transfer_ms", "waiting_ms"):
@@ -89,14 +89,52 @@ def shares(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def slowest_of(rows: Sequence[Mapping[str, Any]]) -> int:
-    """The rank that arrived last most often; of several, the one that waited least for keys."""
-    waited = [row["waiting_ms"][ATTENTION] for row in rows]
-    return max(range(len(rows)), key=lambda i: (rows[i]["arrived_last"], -waited[i]))
+    """The rank that waits least for peers, and so is waited for."""
+    return min(range(len(rows)), key=lambda rank: sum(rows[rank]["waiting_ms"].values()))
 
 
 def _percent(row: Mapping[str, Any], name: str) -> float:
     value: float = 100 * row[name][ATTENTION] / max(row["wall_ms"], 1e-9)
     return value
+
+
+def slowest(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a step loses to communication, and how unequal its ranks are, for `rows_of` a job.
+
+    The rank that others wait for (`slowest_of`) has the longest work, and so what it exposes
+    (`exposed_ms`, `share` of its wall; keys and parameters, transfer and the waiting it has itself)
+    is what the step would be shorter without communication. `busy_ms` is what each rank computes
+    and waits: where these are equal, the waiting is unequal work or unequal GPUs.
+    """
+    waiting = [sum(row["waiting_ms"].values()) for row in rows]
+    rank = slowest_of(rows)
+    row = rows[rank]
+    exposed = sum(row["transfer_ms"].values()) + waiting[rank]
+    return {
+        "rank": rank,
+        "exposed_ms": round(exposed, 3),
+        "share": round(exposed / max(row["wall_ms"], 1e-9), 5),
+        "transfer_ms": row["transfer_ms"],
+        "waiting_ms": row["waiting_ms"],
+        "busy_ms": [
+            round(sum(row["computing_ms"].values()) + waiting[r], 3) for r, row in enumerate(rows)
+        ],
+    }
+
+
+def lost(rows: Sequence[Mapping[str, Any]]) -> str:
+    """`slowest` as text: the whole exposed communication of the rank that others wait for."""
+    found = slowest(rows)
+    parts = [
+        f"{name} {found['transfer_ms'][part]:.1f} + {found['waiting_ms'][part]:.1f} waiting"
+        for name, part in (("keys", ATTENTION), ("parameters", OTHER))
+    ]
+    busy = found["busy_ms"]
+    return (
+        f"slowest rank {found['rank']} exposes {found['exposed_ms']:.1f} ms "
+        f"({100 * found['share']:.2f} %): {', '.join(parts)}; "
+        f"compute + waiting {min(busy):.1f}..{max(busy):.1f} ms"
+    )
 
 
 def _by_group(ranks: Sequence[Split]) -> list[Mapping[int, list[Message]]]:

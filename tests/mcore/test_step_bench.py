@@ -1,17 +1,22 @@
 """The step benchmark trains the same job in every case, and says what it measured."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_bp.layout.run_shape import Mode as RunMode
 from megatron_bp.layout.run_shape import Recompute
-from megatron_bp.mcore.step_cases import MODES, RECIPES, SHAPES, Case, Job, cut
+from megatron_bp.mcore.step_bench import drop_graphs, line
+from megatron_bp.mcore.step_cases import MODES, RECIPES, SHAPES, Case, Job, cases_at, cut
 from megatron_bp.planning.shapes import MODELS
 
 TOOL = Path(__file__).parents[2] / "tools/bench_step.py"
@@ -60,6 +65,9 @@ def test_a_row_says_what_a_reader_compares(rows: dict) -> None:
     assert len(row["ranks"]) == 2
     for (profile,) in row["ranks"]:
         assert set(profile["waiting_ms"]) == set(profile["transfer_ms"]) == {"attention", "other"}
+    (slowest,) = row["slowest"]
+    assert len(slowest["busy_ms"]) == 2
+    assert "slowest rank" in line(row)
 
 
 def test_an_unknown_case_is_refused_with_the_names() -> None:
@@ -96,3 +104,36 @@ def test_the_planner_sees_what_is_kept() -> None:
 def test_layers_of_several_kinds_are_refused() -> None:
     with pytest.raises(ValueError, match="several kinds of layers"):
         cut(MODELS["qwen3.5-27b"], 4)
+
+
+def hooked_router() -> torch.nn.Module:
+    """A layer as Megatron leaves it after a step: its dispatcher keeps probabilities with their
+    graph, and a hook on the gradient of its weight, like those of DDP, keeps the layer."""
+    router = torch.nn.Linear(2, 2, bias=False)
+    accumulate = router.weight.expand_as(router.weight).grad_fn.next_functions[0][0]
+    accumulate.register_hook(lambda *_: router)
+    router.token_dispatcher = SimpleNamespace(  # type: ignore[assignment]
+        probs=router(torch.ones(1, 2)), counts=torch.ones(2), name="all to all"
+    )
+    router.held = accumulate  # type: ignore[assignment]
+    return router
+
+
+def test_a_model_with_experts_is_gone_before_the_next_case() -> None:
+    kept, dropped = hooked_router(), hooked_router()
+    assert drop_graphs(torch.nn.Sequential(dropped)) == 1
+    assert dropped.token_dispatcher.name == "all to all"
+    assert dropped.token_dispatcher.counts is not None
+    seen = weakref.ref(kept), weakref.ref(dropped)
+    del kept, dropped
+    gc.collect()
+    assert [ref() is None for ref in seen] == [False, True]
+    drop_graphs(seen[0]())
+
+
+def test_a_case_may_name_its_lengths() -> None:
+    texts = ["csbp/ours", "cp/ours@64,128", "bp/ours@32"]
+    found = {length: [case.name for case in cases_at(texts, length)] for length in (32, 64, 128)}
+    assert found == {
+        32: ["csbp/ours", "bp/ours"], 64: ["csbp/ours", "cp/ours"], 128: ["csbp/ours", "cp/ours"]
+    }  # fmt: skip

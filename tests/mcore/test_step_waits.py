@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_bp.mcore.step_trace import ATTENTION, OTHER, Message, Split, split_of
-from megatron_bp.mcore.step_waits import exposed_of, rows_of, shares, slowest_of
+from megatron_bp.mcore.step_waits import exposed_of, lost, rows_of, shares, slowest, slowest_of
 from tests.mcore.test_step_trace import launched, span, trace
 
 WORLD = {"Process Group Name": "0", "Process Group Ranks": "[0, 1]", "Collective name": "allgather"}
@@ -126,3 +126,32 @@ def test_traces_name_the_group_and_the_time_alone() -> None:
     assert first.waiting_ms[ATTENTION] == pytest.approx(0.11)
     assert first.transfer_ms[ATTENTION] == pytest.approx(0.05)
     assert second.waiting_ms[ATTENTION] == 0
+
+
+def busy(split: Split, computing: float, idle: float = 0.0) -> Split:
+    """The same rank with work of its own, and a wall that is the sum of all parts."""
+    wall = computing + sum(split.exposed_ms.values()) + idle
+    return replace(split, wall_ms=wall, computing_ms={"linears": computing}, idle_ms=idle)
+
+
+def test_the_rank_that_others_wait_for_says_what_the_step_loses() -> None:
+    """It never waits for keys; the parameters' sum comes while rank 0 is late, for once."""
+    early = [message(1000, 3500), message(4000, 4600, OTHER)]
+    late = [message(3000, 3500), message(3900, 4600, OTHER)]
+    rows = rows_of([busy(rank(*early), 6.0), busy(rank(*late), 8.0, idle=0.2)])
+    found = slowest(rows)
+    assert found["rank"] == 1
+    assert found["exposed_ms"] == pytest.approx(0.5 + 0.7)
+    assert found["share"] == pytest.approx(1.2 / (8.0 + 1.2 + 0.2), abs=1e-5)
+    assert found["transfer_ms"] == {ATTENTION: 0.5, OTHER: pytest.approx(0.6)}
+    assert found["waiting_ms"] == {ATTENTION: 0.0, OTHER: pytest.approx(0.1)}
+    assert found["busy_ms"] == pytest.approx([6.0 + 2.0, 8.0 + 0.1])
+    assert lost(rows) == (
+        "slowest rank 1 exposes 1.2 ms (12.77 %): keys 0.5 + 0.0 waiting, parameters 0.6 + 0.1 "
+        "waiting; compute + waiting 8.0..8.1 ms"
+    )
+
+
+def test_one_rank_loses_nothing() -> None:
+    found = slowest(rows_of([busy(rank(), 5.0)]))
+    assert (found["rank"], found["exposed_ms"], found["busy_ms"]) == (0, 0.0, [5.0])
