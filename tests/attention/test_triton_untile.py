@@ -7,7 +7,7 @@ the interpreter is chosen when Triton is imported.
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,16 +42,16 @@ def tiled(order: Order, rows: Tensor) -> Tiled:
     """Sums [B, padded rows, N, H] as the main kernel leaves them."""
     flat = torch.empty_like(rows.transpose(1, 2)).flatten(2)
     view = flat.unflatten(-1, (-1, order.rows * order.size))
-    view[..., order.places.flatten()] = (
+    view[..., order.places.flatten().to(flat.device)] = (
         rows.transpose(1, 2).unflatten(2, (-1, order.rows)).flatten(3)
     )
     return Tiled(flat, order)
 
 
-def draw(*shape: int, seed: int) -> Tensor:
-    """Small integers, so that every sum is exact; the rest of a tile is not to be read."""
+def draw(*shape: int, seed: int, device: str) -> Tensor:
+    """Small integers, so that every sum is exact."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-8, 9, shape, generator=generator).float()
+    return torch.randint(-8, 9, shape, generator=generator).float().to(device)
 
 
 @pytest.mark.parametrize("order", ALL, ids=str)
@@ -98,14 +98,25 @@ def test_other_orders_are_not_known(order: Order) -> None:
     assert not order.known
 
 
-def check_rows(size: int, dtype: torch.dtype, samples: int, uneven: bool, joined: bool) -> None:
-    """Sums of all rows and of two groups of rows, one of them joined or with its own tiles."""
+@dataclass(frozen=True)
+class Case:
+    """What is written where."""
+
+    size: int
+    dtype: torch.dtype
+    samples: int
+    device: str
+
+
+def check_rows(case: Case, uneven: bool, joined: bool) -> None:
+    """Sums of all rows, of two runs, joined to one problem or not, and of one run."""
+    size, samples, device = case.size, case.samples, case.device
     usual, tall, _ = ORDERS[size]
     rows, heads = 160, 2
     starts, length = ([19, 75], 40) if uneven else ([16, 80], 48)
     whole = runs_of([0], rows, True)
-    dq = torch.full((rows, samples, heads, size), float("nan")).to(dtype)
-    want = torch.zeros(rows, samples, heads, size)
+    dq = torch.full((rows, samples, heads, size), float("nan"), dtype=case.dtype, device=device)
+    want = torch.zeros(rows, samples, heads, size, device=device)
     groups = []
     for seed, (order, runs, is_joined) in enumerate(
         (
@@ -118,40 +129,37 @@ def check_rows(size: int, dtype: torch.dtype, samples: int, uneven: bool, joined
         num_rows = problems * runs.length if is_joined else runs.length
         batch = samples if is_joined else samples * problems
         padded = -(-num_rows // order.rows) * order.rows
-        sums = draw(batch, padded, heads, size, seed=seed)
+        sums = draw(batch, padded, heads, size, seed=seed, device=device)
         by_run = untile.by_problem(sums[:, :num_rows], samples, runs, is_joined)
         for x, start in enumerate(runs.starts):
             want[int(start) : int(start) + runs.length] += by_run[x]
         sums[:, num_rows:] = 1000.0  # beyond the rows
         groups.append(RowSums(tiled(order, sums), runs, is_joined))
     write_rows(dq, groups, SCALE)
-    assert torch.equal(dq, (want * SCALE).to(dtype))
+    assert torch.equal(dq, (want * SCALE).to(case.dtype))
 
 
-def check_keys(size: int, dtype: torch.dtype, samples: int, runs: Runs, order: Order) -> None:
+def check_keys(case: Case, runs: Runs) -> None:
     """dK and dV of runs, stored or added; other rows stay as they were."""
-    heads, rows, x = 2, 400, runs.num_problems
-    packed = draw(rows, samples, 2, heads, size, seed=9).to(dtype)
+    size, samples, device = case.size, case.samples, case.device
+    heads, rows, order = 2, 400, ORDERS[size][2]
+    packed = draw(rows, samples, 2, heads, size, seed=9, device=device).to(case.dtype)
     into = KeyValue(packed[:, :, 0], packed[:, :, 1])
     want = packed.float()
     padded = -(-runs.length // order.rows) * order.rows
-    sums = draw(2 * samples * x, padded, heads, size, seed=10)
-    parts = sums.unflatten(0, (2, samples, x))
-    stored = torch.zeros(rows, dtype=torch.bool)
-    for i, start in enumerate(runs.starts):
+    batch = 2 * samples * runs.num_problems
+    sums = draw(batch, padded, heads, size, seed=10, device=device)
+    sums[:, runs.length :] = 1000.0  # beyond the rows
+    values = sums.unflatten(0, (2, samples, -1)).permute(2, 3, 1, 0, 4, 5).clone()
+    values[:, :, :, 0] *= SCALE
+    for x, start in enumerate(runs.starts):
         for lo, piece in runs.pieces or ((0, runs),):
             at = slice(int(start) + lo, int(start) + lo + piece.length)
-            for part, scale in ((0, SCALE), (1, 1.0)):
-                values = parts[part, :, i, lo : lo + piece.length].transpose(0, 1) * scale
-                old = want[at, :, part] * (~stored[at] & piece.store)[:, None, None, None]
-                want[at, :, part] += values - old
-            stored[at] = True
-    parts[:, :, :, runs.length :] = 1000.0
-    if runs.store:
-        for start in runs.starts:
-            packed[int(start) : int(start) + runs.length] = float("nan")
-    write_keys(into, runs, tiled(order, sums.flatten(0, 2) if sums.dim() > 4 else sums), SCALE)
-    assert torch.equal(packed, want.to(dtype))
+            if piece.store:
+                packed[at], want[at] = float("nan"), 0.0
+            want[at] += values[x, lo : lo + piece.length]
+    write_keys(into, runs, tiled(order, sums), SCALE)
+    assert torch.equal(packed, want.to(case.dtype))
 
 
 def pieces() -> Runs:
@@ -172,19 +180,19 @@ CASES = ((64, torch.float32), (96, torch.bfloat16), (128, torch.bfloat16), (192,
 CASES = (*CASES, (256, torch.float16), (128, torch.float32))
 
 
-def check_all() -> None:
-    """Every case; all of one head size."""
+def check_all(device: str) -> None:
+    """Every kind of rows and runs; those of keys in full at head sizes 128 and 256."""
     for number, (size, dtype) in enumerate(CASES):
-        samples = 1 + number % 2
+        case = Case(size, dtype, 1 + number % 2, device)
         for uneven, joined in ((False, True), (False, False), (True, number % 2 == 0)):
-            check_rows(size, dtype, samples, uneven, joined)
+            check_rows(case, uneven, joined)
         for at, runs in enumerate(KEYS.values()):
             if size in (128, 256) or at == number:
-                check_keys(size, dtype, samples, runs, ORDERS[size][2])
+                check_keys(case, runs)
 
 
 def test_torch_equals_sums_in_rows() -> None:
-    check_all()
+    check_all("cpu")
 
 
 def test_triton_kernels_equal_sums_in_rows_in_the_interpreter() -> None:
@@ -202,7 +210,7 @@ def _interpret() -> None:
     from megatron_bp.attention import triton_untile
 
     globals().update(write_rows=triton_untile.write_rows, write_keys=triton_untile.write_keys)
-    check_all()
+    check_all("cpu")
 
 
 if __name__ == "__main__":
