@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_bp.attention.contract import NativeKernel, Saved, WritingKernel, lse_dtype
 from megatron_bp.attention.lanes import Finish, Queue, queue_on
-from megatron_bp.attention.passes import add_rows, merge_rows, read_rows
+from megatron_bp.attention.passes import add_rows, in_one, merge_rows, read_rows
 from megatron_bp.attention.problems import Problems, Spaces
 from megatron_bp.attention.ragged import RaggedKernel, RaggedStep
 from megatron_bp.attention.schedule import Pass, Runs, Step
@@ -336,5 +336,5 @@ def _clear_gaps(todo: Pass, grads: tuple[Tensor, Spaces]) -> None:
         dq[lo:hi] = 0
     for space, gaps in todo.key_gaps.items():
         for lo, hi in gaps:
-            for tensor in spaces[space]:
+            for tensor in in_one(spaces[space]):
                 tensor[lo:hi] = 0

@@ -62,6 +62,23 @@ def read_problems(x: Tensor, runs: Runs) -> Tensor:
     return read_rows(x, runs).transpose(1, 2).flatten(0, 1)
 
 
+def in_one(pair_SZMH: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Both tensors as one view [S, Z, 2, M, H] if they lie side by side in a packed buffer.
+
+    What is done to every element then takes one pass over memory that lies together.
+    """
+    first, second = pair_SZMH
+    (_, *inner), (row, *strides) = first.shape, first.stride()
+    half = inner[1] * inner[2]
+    apart = second.data_ptr() - first.data_ptr()
+    packed = first.stride() == second.stride() and strides == [2 * half, inner[2], 1]
+    if not packed or apart != half * first.element_size():
+        return first, second
+    shape = (len(first), inner[0], 2, *inner[1:])
+    at = first.storage_offset()
+    return (first.as_strided(shape, (row, 2 * half, half, inner[2], 1), at),)
+
+
 def _write_rows(x: Tensor, runs: Runs, value: Tensor) -> None:
     if runs.writable:
         read_rows(x, runs).copy_(value)

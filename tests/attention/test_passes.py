@@ -130,6 +130,25 @@ def test_problems_are_the_rows_of_their_runs_sample_by_sample(name: str, samples
     assert (found.untyped_storage().data_ptr() == wide.untyped_storage().data_ptr()) == in_place
 
 
+@pytest.mark.parametrize("samples", [1, SAMPLES])
+def test_halves_of_a_packed_buffer_are_cleared_as_one(samples: int) -> None:
+    packed = random(ROWS, samples, 2, KV_HEADS, SIZE, seed=1, device="cpu")
+    before, part = packed.clone(), packed[1:-1]
+    (both,) = passes.in_one((part[:, :, 0], part[:, :, 1]))
+    assert both[2:5].is_contiguous()
+    both[2:5] = 0
+    assert not packed[3:6].any()
+    packed[3:6] = before[3:6]
+    assert torch.equal(packed, before)
+
+
+def test_what_is_not_packed_side_by_side_stays_two() -> None:
+    packed = random(ROWS, SAMPLES, 2, KV_HEADS, SIZE, seed=1, device="cpu")
+    k, v = packed[:, :, 0], packed[:, :, 1]
+    for pair in ((v, k), (k, k), (k.clone(), v.clone()), (k[..., 1:], v[..., 1:]), (k, v[1:])):
+        assert passes.in_one(pair) == pair
+
+
 def test_triton_passes_equal_their_formulas_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     root = Path(__file__).parents[2]
