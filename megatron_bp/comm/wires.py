@@ -28,10 +28,14 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class Pending:
-    """What is in flight (none: it is done) and the tensor it fills."""
+    """What is in flight (none: it is done) and the tensor it fills.
+
+    It also holds what is read meanwhile, whose memory must not be used again before `wait`.
+    """
 
     work: Work | None
     tensor: Tensor
+    reads: tuple[Tensor, ...] = ()
 
     def wait(self) -> None:
         """Returns when `tensor` may be read by the current stream."""
@@ -80,9 +84,7 @@ def start_gathers(parts: Sequence[GatherPart], group: Group) -> list[Pending]:
         return [_done(x) for x in start_gathers(parts, group.whole)]
     if isinstance(group, NodeGroup):
         return [Pending(gather_by_node(*x, group), x.gathered) for x in parts]
-    whole = wire_group(group)
-    start = partial(dist.all_gather_into_tensor, group=whole, async_op=True)
-    return _start_together([partial(start, *x) for x in parts], [x.gathered for x in parts], whole)
+    return _start_together(dist.all_gather_into_tensor, list(parts), wire_group(group))
 
 
 def start_reduces(parts: Sequence[ReducePart], group: Group) -> list[Pending]:
@@ -93,25 +95,26 @@ def start_reduces(parts: Sequence[ReducePart], group: Group) -> list[Pending]:
     pairs = [(at, x.whole) for at, x in zip(mine, parts, strict=True)]
     if isinstance(group, NodeGroup):
         return [Pending(reduce_by_node(at, x, group), at) for at, x in pairs]
-    whole = wire_group(group)
-    start = partial(dist.reduce_scatter_tensor, group=whole, async_op=True)
-    return _start_together([partial(start, *pair) for pair in pairs], mine, whole)
+    return _start_together(dist.reduce_scatter_tensor, pairs, wire_group(group))
 
 
 def _start_together(
-    starts: Sequence[Callable[[], Work | None]], tensors: Sequence[Tensor], group: dist.ProcessGroup
+    collective: Callable[..., Work | None],
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    group: dist.ProcessGroup,
 ) -> list[Pending]:
-    """Several collectives of one kind as one kernel.
+    """One collective for each pair (output, input), as one kernel.
 
     A second kernel would begin when the first one ends, and what is computed meanwhile be queued
-    behind it where the device has one queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+    behind it where the device has one queue (CUDA_DEVICE_MAX_CONNECTIONS=1; docs/bench/nccl.md).
     """
-    if len(starts) < 2 or not _starts_together(tensors[0], group):
-        return [Pending(start(), x) for start, x in zip(starts, tensors, strict=True)]
+    start = partial(collective, group=group, async_op=True)
+    if len(pairs) < 2 or not _starts_together(pairs[0][0], group):
+        return [Pending(start(*pair), pair[0], pair[1:]) for pair in pairs]
     with _coalescing_manager(group, async_ops=True) as everything:
-        for start in starts:
-            start()
-    return [Pending(everything, x) for x in tensors]
+        for pair in pairs:
+            start(*pair)
+    return [Pending(everything, pair[0], pair[1:]) for pair in pairs]
 
 
 def _starts_together(tensor: Tensor, group: dist.ProcessGroup) -> bool:
@@ -135,7 +138,7 @@ def start_exchange(sent: Tensor, splits: Splits, group: Group) -> Pending:
         group=wire_group(group),
         async_op=True,
     )
-    return Pending(work, received)
+    return Pending(work, received, (sent,))
 
 
 def _done(pending: Pending) -> Pending:
