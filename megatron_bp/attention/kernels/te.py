@@ -32,6 +32,12 @@ def _lengths(num_problems: int, length: int, device: torch.device) -> Tensor:
     return torch.arange(num_problems + 1, dtype=torch.int32, device=device) * length
 
 
+@lru_cache(maxsize=64)
+def _no_dropout(device: torch.device) -> Tensor:
+    """The state of a random generator that nothing asks for numbers."""
+    return torch.zeros(2, dtype=torch.int64, device=device)
+
+
 def _packed(k: Tensor, v: Tensor) -> bool:
     """Whether k and v are the two halves of one tensor [K, Z, 2, M, H]."""
     z, _, heads, size = k.shape
@@ -126,7 +132,6 @@ class TeKernel:
         """See NativeKernel."""
         q, k, v, out, lse = saved
         form = _Form.of(q, k, v, window, scale)
-        no_dropout = torch.zeros(2, dtype=torch.int64, device=q.device)
         grads = fused_attn_bwd(
             *_shape_args(q, k),
             form.query(q),
@@ -135,7 +140,7 @@ class TeKernel:
             form.query(out),
             form.query(dout),
             q.dtype,
-            [lse[..., None].contiguous(), no_dropout],
+            [lse[..., None].contiguous(), _no_dropout(q.device)],
             FusedAttnBackend["F16_arbitrary_seqlen"],
             do_format=form.mask["o_format"],
             dqkv_layout=form.mask["qkv_layout"],
