@@ -20,7 +20,15 @@ from megatron_bp.attention.contract import Window
 from megatron_bp.attention.passes import add_rows, read_rows
 from megatron_bp.attention.problems import KeyValue, add_pieces
 from megatron_bp.attention.sharing import RowGroup, Shared, SharedLaunch, TileRule, Tiles
-from megatron_bp.attention.untile import Order, RowSums, Tiled, by_problem, write_keys, write_rows
+from megatron_bp.attention.untile import (
+    KeySums,
+    Order,
+    RowSums,
+    Tiled,
+    by_problem,
+    write_keys,
+    write_rows,
+)
 
 try:
     import cutlass.cute as cute
@@ -218,19 +226,21 @@ class Flash4Backward:
             _round(sums, part, self.scale, order)
             add_rows((dq_TZNH,), runs, (by_problem(part, samples, runs, joined),))
 
-    def write_keys(self, group: int, into: KeyValue) -> None:
+    def write_keys(self, groups: tuple[int, ...], into: KeyValue) -> None:
         """See SharedBackward."""
-        runs, sums = self.shared.keys[group].runs, self.key_sums[group]
         order = _key_order(self.size)
+        found = [(self.key_sums[i], self.shared.keys[i].runs) for i in groups]
         if self.wide == self.size and order.known:
-            write_keys(into, runs, Tiled(sums.flatten(0, 2), order), self.scale)
+            tiled = [KeySums(Tiled(x.flatten(0, 2), order), runs) for x, runs in found]
+            write_keys(into, tiled, self.scale)
             return
-        shape = (runs.num_problems, runs.length, *into.k.shape[1:])
-        parts = [torch.empty(shape, dtype=self.dtype, device=into.k.device) for _ in range(2)]
-        for sample in range(self.num_samples):
-            for part, x, scale in zip(parts, sums, (self.scale, 1.0), strict=True):
-                _round(x[sample], part[:, :, sample], scale, order)
-        add_pieces(into, runs, *parts)
+        for sums, runs in found:
+            shape = (runs.num_problems, runs.length, *into.k.shape[1:])
+            parts = [torch.empty(shape, dtype=self.dtype, device=into.k.device) for _ in range(2)]
+            for sample in range(self.num_samples):
+                for part, x, scale in zip(parts, sums, (self.scale, 1.0), strict=True):
+                    _round(x[sample], part[:, :, sample], scale, order)
+            add_pieces(into, runs, *parts)
 
 
 class Flash4Rows:

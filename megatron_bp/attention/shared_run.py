@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_bp.attention.lanes import Finish, Queue
 from megatron_bp.attention.problems import KeyValue, Problems, Spaces
 from megatron_bp.attention.sharing import Shared, SharedBackward, SharedLaunch, SharedRows
+from megatron_bp.layout.decomposition import KeySpace
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,10 @@ class SharedRun:
                     self._launch(rows, [x for x, y in zip(group.launches, parts, strict=True) if y])
                     if is_first and not all(parts):
                         open_rows[number] = rows
-            for number, keys in enumerate(shared.keys):
-                if shared.ends_first(keys.space) is is_first:
-                    self.sums.write_keys(number, self.grads[1][keys.space])
+            for space, into in zip(KeySpace, self.grads[1], strict=False):
+                if shared.ends_first(space) is is_first:
+                    groups = (i for i, x in enumerate(shared.keys) if x.space is space)
+                    self.sums.write_keys(tuple(groups), into)
             if is_first:
                 first_done()
         self.sums.write_rows(self.grads[0])

@@ -148,8 +148,8 @@ class SharedBackward(Protocol):
         """Writes or adds, as their runs say, the query gradients of all row groups in turn."""
         ...
 
-    def write_keys(self, group: int, into: KeyValue) -> None:
-        """Writes or adds, as its runs say, the key and value gradients of a group."""
+    def write_keys(self, groups: tuple[int, ...], into: KeyValue) -> None:
+        """Writes or adds, as their runs say, the key and value gradients of groups in turn."""
         ...
 
 

@@ -115,13 +115,25 @@ def by_problem(x_BQNH: Tensor, num_samples: int, runs: Runs, joined: bool) -> Te
     return x_BQNH.unflatten(0, (-1, num_samples)).transpose(1, 2)
 
 
-def write_keys(into: KeyValue, runs: Runs, tiled: Tiled, scale: float) -> None:
-    """Writes or adds (as runs say) sums [2 * Z * X, M, ...] of dK, times `scale`, and of dV."""
+class KeySums(NamedTuple):
+    """Key and value gradients of `runs`: B is 2 * Z * X, dK's before dV's."""
+
+    tiled: Tiled
+    runs: Runs
+
+
+def write_keys(into: KeyValue, sums: Sequence[KeySums], scale: float) -> None:
+    """Writes or adds (as runs say) sums of dK times `scale` and of dV, in their order.
+
+    Rows of sums that overlap evenly, and those of other sums in which they lie, are written once if
+    they can be.
+    """
     if into.k.is_cuda:
         from megatron_bp.attention import triton_untile
 
-        triton_untile.write_keys(into, runs, tiled, scale)
+        triton_untile.write_keys(into, sums, scale)
         return
-    found = tiled.rows()[:, : runs.length].unflatten(0, (2, -1, runs.num_problems))
-    dk, dv = found.permute(0, 2, 3, 1, 4, 5)  # [X, L, Z, M, H]
-    add_pieces(into, runs, dk * scale, dv)
+    for tiled, runs in sums:
+        found = tiled.rows()[:, : runs.length].unflatten(0, (2, -1, runs.num_problems))
+        dk, dv = found.permute(0, 2, 3, 1, 4, 5)  # [X, L, Z, M, H]
+        add_pieces(into, runs, dk * scale, dv)

@@ -69,13 +69,12 @@ class DenseShared:
             part = by_problem(rows.dq[:, :num_rows], SAMPLES, group.runs, group.joined)
             add_rows((dq,), group.runs, (part,))
 
-    def write_keys(self, group: int, into: KeyValue) -> None:
+    def write_keys(self, groups: tuple[int, ...], into: KeyValue) -> None:
         """See SharedBackward."""
-        runs = self.groups[group].runs
-        parts = [
-            x.unflatten(0, (runs.num_problems, -1))[:, : runs.length] for x in self.sums[group]
-        ]
-        add_pieces(into, runs, *parts)
+        for group in groups:
+            runs, parts = self.groups[group].runs, self.sums[group]
+            in_runs = [x.unflatten(0, (runs.num_problems, -1))[:, : runs.length] for x in parts]
+            add_pieces(into, runs, *in_runs)
 
 
 class DenseRows:

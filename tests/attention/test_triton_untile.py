@@ -18,7 +18,14 @@ from torch import Tensor
 from megatron_bp.attention import untile
 from megatron_bp.attention.problems import KeyValue
 from megatron_bp.attention.schedule import Runs, disjoint_rounds
-from megatron_bp.attention.untile import Order, RowSums, Tiled, write_keys, write_rows
+from megatron_bp.attention.untile import (
+    KeySums,
+    Order,
+    RowSums,
+    Tiled,
+    write_keys,
+    write_rows,
+)
 
 ORDERS = {
     # head size: usual rows, tall rows, keys, as FlashAttention 4 has them on Hopper
@@ -109,7 +116,10 @@ class Case:
 
 
 def check_rows(case: Case, uneven: bool, joined: bool) -> None:
-    """Sums of all rows, of two runs, joined to one problem or not, and of one run."""
+    """Sums of all rows, of two runs, joined to one problem or not, and of one run.
+
+    If `uneven` neither of these begins where a slab does.
+    """
     size, samples, device = case.size, case.samples, case.device
     usual, tall, _ = ORDERS[size]
     rows, heads = 160, 2
@@ -122,7 +132,7 @@ def check_rows(case: Case, uneven: bool, joined: bool) -> None:
         (
             (usual, whole, False),
             (tall, runs_of(starts, length, False), joined),
-            (tall, runs_of([32], 100, False), False),
+            (tall, runs_of([37 if uneven else 32], 100, False), False),
         )
     ):
         problems = runs.num_problems
@@ -139,26 +149,27 @@ def check_rows(case: Case, uneven: bool, joined: bool) -> None:
     assert torch.equal(dq, (want * SCALE).to(case.dtype))
 
 
-def check_keys(case: Case, runs: Runs) -> None:
-    """dK and dV of runs, stored or added; other rows stay as they were."""
+def check_keys(case: Case, groups: tuple[Runs, ...]) -> None:
+    """dK and dV of groups of runs, stored or added in turn; other rows stay as they were."""
     size, samples, device = case.size, case.samples, case.device
-    heads, rows, order = 2, 400, ORDERS[size][2]
+    heads, rows, order = 2, 320, ORDERS[size][2]
     packed = draw(rows, samples, 2, heads, size, seed=9, device=device).to(case.dtype)
-    into = KeyValue(packed[:, :, 0], packed[:, :, 1])
-    want = packed.float()
-    padded = -(-runs.length // order.rows) * order.rows
-    batch = 2 * samples * runs.num_problems
-    sums = draw(batch, padded, heads, size, seed=10, device=device)
-    sums[:, runs.length :] = 1000.0  # beyond the rows
-    values = sums.unflatten(0, (2, samples, -1)).permute(2, 3, 1, 0, 4, 5).clone()
-    values[:, :, :, 0] *= SCALE
-    for x, start in enumerate(runs.starts):
-        for lo, piece in runs.pieces or ((0, runs),):
-            at = slice(int(start) + lo, int(start) + lo + piece.length)
-            if piece.store:
-                packed[at], want[at] = float("nan"), 0.0
-            want[at] += values[x, lo : lo + piece.length]
-    write_keys(into, runs, tiled(order, sums), SCALE)
+    want, found = packed.float(), []
+    for seed, runs in enumerate(groups):
+        padded = -(-runs.length // order.rows) * order.rows
+        batch = 2 * samples * runs.num_problems
+        sums = draw(batch, padded, heads, size, seed=10 + seed, device=device)
+        values = sums[:, : runs.length].unflatten(0, (2, samples, -1)).permute(2, 3, 1, 0, 4, 5)
+        values = values * torch.tensor([SCALE, 1.0], device=device)[:, None, None]
+        for x, start in enumerate(runs.starts):
+            for lo, piece in runs.pieces or ((0, runs),):
+                at = slice(int(start) + lo, int(start) + lo + piece.length)
+                if piece.store:
+                    packed[at], want[at] = float("nan"), 0.0
+                want[at] += values[x, lo : lo + piece.length]
+        sums[:, runs.length :] = 1000.0  # beyond the rows
+        found.append(KeySums(tiled(order, sums), runs))
+    write_keys(KeyValue(packed[:, :, 0], packed[:, :, 1]), found, SCALE)
     assert torch.equal(packed, want.to(case.dtype))
 
 
@@ -169,12 +180,19 @@ def pieces() -> Runs:
 
 
 KEYS = {
-    "one": runs_of([3], 250, True),
-    "apart": runs_of([3, 130], 100, True),
-    "uneven": runs_of([260, 3, 130], 50, False),
-    "overlapping": runs_of([5, 37, 69, 101], 90, False),
-    "overlapping, slabs cut": runs_of([5, 30, 55], 40, False),
-    "in pieces": pieces(),
+    "one": (runs_of([3], 250, True),),
+    "apart": (runs_of([3, 130], 100, True),),
+    "uneven": (runs_of([210, 3, 130], 50, False),),
+    "overlapping": (runs_of([5, 37, 69, 101], 90, False),),
+    "overlapping, slabs cut": (runs_of([5, 30, 55], 40, False),),
+    "in pieces": (pieces(),),
+    "in runs of others": (
+        runs_of([3, 130], 100, True),
+        runs_of([19, 35, 51], 40, False),
+        runs_of([140, 156, 172], 50, False),  # in the second run, slabs cut
+        runs_of([146, 162, 178], 45, False),
+        runs_of([35, 130], 60, False),  # in both
+    ),
 }
 CASES = ((64, torch.float32), (96, torch.bfloat16), (128, torch.bfloat16), (192, torch.float32))
 CASES = (*CASES, (256, torch.float16), (128, torch.float32))
@@ -186,9 +204,9 @@ def check_all(device: str) -> None:
         case = Case(size, dtype, 1 + number % 2, device)
         for uneven, joined in ((False, True), (False, False), (True, number % 2 == 0)):
             check_rows(case, uneven, joined)
-        for at, runs in enumerate(KEYS.values()):
+        for at, groups in enumerate(KEYS.values()):
             if size in (128, 256) or at == number:
-                check_keys(case, runs)
+                check_keys(case, groups)
 
 
 def test_torch_equals_sums_in_rows() -> None:
