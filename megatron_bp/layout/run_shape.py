@@ -128,6 +128,7 @@ class Policy:
     clean K/V stay until backward, else they are gathered again. `shared_kv_wire`: where K and V are
     one tensor, it travels once. `fused`: norms, rotary embedding and activation are kernels that
     keep their inputs only (Transformer Engine and Megatron's fusions); else PyTorch's.
+    `checks_for_nan`: Megatron looks at the loss and at every bucket of gradients (its default).
     """
 
     recompute: Recompute = Recompute.NONE
@@ -137,6 +138,7 @@ class Policy:
     overlap_data_parallel: bool = True
     fused: bool = True
     shared_kv_wire: bool = False
+    checks_for_nan: bool = True
     element_bytes: int = 2
     grad_wire_bytes: int = 4
     main_grad_bytes: int = 4

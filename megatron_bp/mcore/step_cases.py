@@ -308,5 +308,6 @@ class Job:
                 prune_last_layer=NO_PRUNE[0] not in flags,
                 shard_optimizer="--use-distributed-optimizer" in self.extra,
                 overlap_data_parallel="--overlap-grad-reduce" in self.extra,
+                checks_for_nan="--no-check-for-nan-in-loss-and-grad" not in self.extra,
             ),
         )

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_bp.layout.model_shape import AttentionShape
+from megatron_bp.planning.host import HOST_H200, NO_HOST, HostTime
 from megatron_bp.planning.shapes import model_named
 
 GIB = 2**30
@@ -79,7 +80,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of GPU and its links.
+    """One kind of GPU, its links and the CPU that starts its kernels.
 
     Units: GiB, TFLOP/s, TB/s, seconds. `matmul_tflops` dense bf16 matrices, `head_tflops` the fused
     vocabulary loss, `elementwise_tb_s` memory traffic of norms, activations and the like,
@@ -96,6 +97,7 @@ class Hardware:
     elementwise_tb_s: float
     node_link: Link
     network_link: Link
+    host: HostTime = NO_HOST
     window_layer_s: float = 0.0077
     grouped_matmul_share: float = 0.8
     delta_tflops: float = 100.0
@@ -145,6 +147,7 @@ H200 = Hardware(
     elementwise_tb_s=1.9,
     node_link=NVLINK_H200,
     network_link=NETWORK_400G,
+    host=HOST_H200,
     assumed=_ASSUMED,
 )
 H100 = replace(
@@ -199,16 +202,18 @@ def _take_fields(hardware: Hardware, record: Mapping[str, Any]) -> Hardware:
     given = record.get("hardware", {})
     simple = {k for k, v in vars(hardware).items() if isinstance(v, float)}
     links = {"node_link", "network_link"}
-    unknown = sorted(set(given) - simple - links)
+    unknown = sorted(set(given) - simple - links - {"host"})
     if unknown:
         raise ValueError(
             f"calibration field {', '.join(unknown)} is unknown; use "
-            f"{', '.join(sorted(simple | links))}."
+            f"{', '.join(sorted(simple | links | {'host'}))}."
         )
     values: dict[str, Any] = {k: float(given[k]) for k in given if k in simple}
     for name in links & set(given):
         points = tuple(sorted((float(size), float(speed)) for size, speed in given[name]))
         values[name] = replace(getattr(hardware, name), points=points)
+    if "host" in given:
+        values["host"] = hardware.host.given(given["host"])
     return replace(hardware, **values) if values else hardware
 
 

@@ -1,11 +1,12 @@
 """Predicts the seconds of one step of the busiest rank from counted work and measured speeds.
 
-A closed form: work over speed, plus the communication that has nothing to hide behind, plus the
-pipeline's bubble. Which part of a gather is exposed follows from the order of launches in
-attention/block_parallel.py. Specified by tests/planning/test_predict.py.
+A closed form: work over speed, plus the communication that has nothing to hide behind, plus what
+the GPU waits for its CPU, plus the pipeline's bubble. Which part of a gather is exposed follows
+from the order of launches in attention/block_parallel.py. Specified by
+tests/planning/test_predict.py and test_host.py.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 from megatron_bp.layout.flops import head_flops, layer_flops
@@ -26,6 +27,7 @@ from megatron_bp.layout.traffic import (
 )
 from megatron_bp.planning.cluster import Cluster
 from megatron_bp.planning.hardware import Hardware, KernelSpeed
+from megatron_bp.planning.host import HostTime
 
 T = 1e12
 # Of a causal square's pairs, those whose key is in its first half: 1 - (1/2)^2. Launches on these
@@ -46,7 +48,8 @@ class StepTime:
     """Seconds of one step of the busiest rank; they add up to the step.
 
     `compute` parts: matrices, attention, head, elementwise, recomputed forward. `exposed` parts:
-    keys (context), rows (tensor), experts, data-parallel; `bubble` of the pipeline; `optimizer`.
+    keys (context), rows (tensor), experts, data-parallel; `bubble` of the pipeline; `optimizer`;
+    `host`: the GPU waits for the CPU that starts its kernels.
     """
 
     matrices: float = 0.0
@@ -60,6 +63,7 @@ class StepTime:
     exposed_data: float = 0.0
     bubble: float = 0.0
     optimizer: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
@@ -199,51 +203,96 @@ def exposed_keys(
 
 def predict(run: Run, cluster: Cluster, schedule: Schedule = Schedule.OVERLAPPED) -> StepTime:
     """Seconds of one step of `run`."""
-    batches, topology = run.num_micro_batches, run.topology
+    batches, topology, gpu = run.num_micro_batches, run.topology, cluster.hardware
     sums = {name: 0.0 for name in StepTime.__dataclass_fields__}
+    sums["exposed_context"] = _seconds(delta_collectives(run), cluster, run)
+    sums["exposed_tensor"] = _seconds(tensor_collectives(run), cluster, run)
+    sums["exposed_expert"] = _seconds(expert_collectives(run), cluster, run)
+    rows = sums["exposed_tensor"] + sums["exposed_expert"]
+    beside = rows / (run.model.num_layers / topology.pipeline * batches)
     last = run.model.layers[-1][0]
     for kind, count in run.model.layers:
         plain = count - (1 if run.prunes_last_layer and kind is last else 0)
         for times, pruned in ((plain, False), (count - plain, True)):
             if times:
                 layer = layer_time(run, kind, cluster, schedule, pruned)
-                _add_layer(sums, layer, times / topology.pipeline, run)
-    for name in sums:
-        sums[name] *= batches
-    gpu = cluster.hardware
-    head = run_head_seconds(run, gpu) * batches
+                parts = _layer_parts(layer, run, gpu.host, beside)
+                for name, seconds in parts.items():
+                    sums[name] += seconds * times * batches / topology.pipeline
     # A stage with the head is the busiest; the others wait for it.
-    sums["head"] = head
-    sums["exposed_context"] += _seconds(delta_collectives(run), cluster, run)
-    sums["exposed_tensor"] = _seconds(tensor_collectives(run), cluster, run)
-    sums["exposed_expert"] = _seconds(expert_collectives(run), cluster, run)
+    head = run_head_seconds(run, gpu)
+    sums["head"] = head * batches
+    sums["host"] += (gpu.host.micro_batch + gpu.host.late_head(head)) * batches
     busy = sum(sums.values())
     hops = 2 * (topology.pipeline - 1)
     for collective in pipeline_collectives(run):
         sums["bubble"] += hops * cluster.seconds(collective, run.topology) / collective.calls
     sums["bubble"] += busy * (topology.pipeline - 1) / (batches * topology.virtual)
-    data = _seconds(data_collectives(run), cluster, run)
-    hidden = busy / batches if run.policy.overlap_data_parallel else 0.0
-    sums["exposed_data"] = max(0.0, data - hidden) + 0.05 * min(data, hidden)
+    sums["exposed_data"] = exposed_data_seconds(run, cluster, busy / batches)
     sums["optimizer"] = optimizer_seconds(run, gpu)
+    sums["host"] += gpu.host.step + gpu.host.check * num_checks(run)
     return StepTime(**sums)
 
 
-def _add_layer(sums: dict[str, float], layer: LayerTime, times: float, run: Run) -> None:
-    sums["matrices"] += times * 3 * layer.matrices
-    sums["attention"] += times * (layer.attention_forward + layer.attention_backward)
-    sums["elementwise"] += times * 3 * layer.elementwise
-    sums["exposed_context"] += times * (layer.gather + layer.reduce)
-    kept = run.policy.recompute
+def _layer_parts(layer: LayerTime, run: Run, host: HostTime, beside: float) -> dict[str, float]:
+    """Seconds of one layer and micro-batch by part of `StepTime`.
+
+    `beside`: communication of rows, of which a third is forward.
+    """
+    kept, recomputed = run.policy.recompute, 0.0
+    exposed = layer.gather + layer.reduce
     if kept is Recompute.SELECTIVE:
-        sums["recomputed"] += times * _ffn_share(run) * (layer.matrices + layer.elementwise)
+        recomputed = _ffn_share(run) * (layer.matrices + layer.elementwise)
     elif kept is not Recompute.NONE:
-        sums["recomputed"] += times * (layer.matrices + layer.elementwise)
+        recomputed = layer.matrices + layer.elementwise
         if kept is Recompute.FULL:
-            sums["recomputed"] += times * layer.attention_forward
-            sums["exposed_context"] += times * layer.gather
+            recomputed += layer.attention_forward
+            exposed += layer.gather
     if not run.policy.keep_gathered and kept is not Recompute.FULL:
-        sums["exposed_context"] += times * layer.gather_again
+        exposed += layer.gather_again
+    parts = {
+        "matrices": 3 * layer.matrices,
+        "attention": layer.attention_forward + layer.attention_backward,
+        "elementwise": 3 * layer.elementwise,
+        "exposed_context": exposed,
+        "recomputed": recomputed,
+    }
+    forward = layer.forward + layer.gather
+    backward = sum(parts.values()) - forward
+    late = host.late_forward(forward + beside / 3)
+    return parts | {"host": late + host.late_backward(kept, backward + beside * 2 / 3)}
+
+
+def exposed_data_seconds(run: Run, cluster: Cluster, behind: float) -> float:
+    """What of gradients and weights on the wire nothing hides; `behind` is a micro-batch's time.
+
+    Forward begins with the embedding table, so its gather hides behind nothing; nor does the
+    reduction of its gradient, which backward makes last. Of the rest, 5 % of what is hidden.
+    """
+    data = _seconds(data_collectives(run), cluster, run)
+    if not run.policy.overlap_data_parallel:
+        return data
+    table = run.model.vocab * run.model.hidden / run.topology.tensor
+    share = min(1.0, table / parameters_of_rank(run, Stage.FIRST)[0])
+    ends = sum(
+        cluster.seconds(replace(collective, sent_bytes=share * collective.sent_bytes), run.topology)
+        for collective in data_collectives(run)
+        if "experts" not in collective.name
+    )
+    rest = max(0.0, data - ends)
+    return ends + max(0.0, rest - behind) + 0.05 * min(rest, behind)
+
+
+def num_checks(run: Run) -> float:
+    """How often a step waits for Megatron's checks: a bucket a layer, two at the ends, the loss.
+
+    Buckets are looked at as they are filled, if they are reduced then.
+    """
+    topology, policy = run.topology, run.policy
+    if not policy.checks_for_nan:
+        return 0.0
+    buckets = policy.overlap_data_parallel and topology.data * topology.context > 1
+    return run.num_micro_batches + (run.model.num_layers / topology.pipeline + 1) * buckets
 
 
 def _ffn_share(run: Run) -> float:

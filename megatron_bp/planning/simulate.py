@@ -20,7 +20,7 @@ from megatron_bp.layout.traffic import (
 )
 from megatron_bp.planning.events import Lane, Op, Timeline, simulate
 from megatron_bp.planning.hardware import Hardware
-from megatron_bp.planning.predict import optimizer_seconds, run_head_seconds
+from megatron_bp.planning.predict import num_checks, optimizer_seconds, run_head_seconds
 from megatron_bp.planning.simulate_layers import Layer, LayerWriter, make_layer
 from megatron_bp.planning.simulate_links import Message, all_to_all, one_to_one, ring
 from megatron_bp.planning.simulate_program import Scenario, StageProgram
@@ -93,6 +93,8 @@ class _Writer:
             self._gradients += self._data("gradients", 1)
         self.program.wait(*self._gradients)
         self.program.compute("optimizer", optimizer_seconds(self.run, self._gpu))
+        host = self._gpu.host
+        self._launches(host.step + host.check * num_checks(self.run))
         return self.program
 
     @property
@@ -119,12 +121,23 @@ class _Writer:
         return ring(self.scenario.cluster, self.scenario.placements[group], sent)
 
     def _forward(self, turn: Turn) -> None:
+        host = self._gpu.host
+        if self.stage == turn.chunk == 0:
+            self._launches(host.micro_batch)
         for number, layer in enumerate(self.chunks[turn.chunk]):
             if turn.micro_batch == 0:
                 self.program.wait(*self._values.get((turn.chunk, number), ()))
             self.layers.forward(layer)
+            self._launches(host.late_forward(layer.seconds(1)))
         if self._is_end(turn):
-            self.program.compute("head and loss", run_head_seconds(self.run, self._gpu))
+            seconds = run_head_seconds(self.run, self._gpu)
+            self.program.compute("head and loss", seconds)
+            self._launches(host.late_head(seconds))
+
+    def _launches(self, seconds: float) -> None:
+        """The GPU waits for the CPU that starts its kernels."""
+        if seconds > 0:
+            self.program.compute("launches", seconds)
 
     def _is_end(self, turn: Turn) -> bool:
         topology = self.run.topology
@@ -135,6 +148,9 @@ class _Writer:
         for number in reversed(range(len(chunk))):
             below = (chunk[number - 1],) if number else ()
             self.layers.backward(chunk[number], (turn.chunk, number), below)
+            again = self.run.policy.recompute
+            late = self._gpu.host.late_backward(again, chunk[number].seconds(2, again))
+            self._launches(late)
             if reduces:
                 self._gradients += self._data("gradients", sum(map(len, self.chunks)))
 

@@ -7,6 +7,8 @@ sequence parallelism. Specified by tests/planning/test_simulate.py.
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_bp.layout.memory import gathered_bytes
 from megatron_bp.layout.model_shape import AttentionShape, LayerKind
 from megatron_bp.layout.pair_counts import owners_of
@@ -75,6 +77,16 @@ class Layer:
     tensor: tuple[Message, ...]
     expert: tuple[Message, ...]
     reorder: float
+
+    def seconds(self, times: int, kept: Recompute = Recompute.NONE) -> float:
+        """Seconds of the busiest rank's kernels: forward (`times` 1) or backward (2) and again."""
+        work, phases = self.work, (self.forward, self.backward)[times - 1]
+        matrices = work.before + work.after + work.ffn + work.experts
+        found = times * matrices + work.mixer[times - 1] + float(np.sum(phases, axis=0).max())
+        if kept is Recompute.FULL:
+            return found + self.seconds(1)
+        share = {Recompute.NONE: 0.0, Recompute.SELECTIVE: work.ffn + work.experts}
+        return found + share.get(kept, matrices)
 
 
 def make_layer(

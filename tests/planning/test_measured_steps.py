@@ -1,9 +1,9 @@
 """Predictions hold for whole Megatron steps that were measured after they were made.
 
 docs/bench/step_h200.json: Nemotron 3B cut to 8, 4 or 2 layers, block 32, Transformer Engine, one,
-two and four H200. Seen: seconds -6.7 to +3.4 %, peaks -0.7 to +11.5 %. One is missed and not here:
+two and four H200. Seen: seconds -4.1 to +3.6 %, peaks -0.7 to +11.5 %. One is missed and not here:
 at commit 3159e6a, where each slab was reduced by itself, a baseline that waits for every collective
-took 1.29 times the prediction on two GPUs, because ranks waited for one another's launches. Nor is
+took 1.27 times the prediction on two GPUs, because ranks waited for one another's launches. Nor is
 the baseline at 256K on four: 2,903 ms as predicted (+0.1 %), but 30.0 GiB of 36.2 predicted.
 """
 
@@ -75,10 +75,32 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_seconds_of_a_step_are_within_7_percent(name: str) -> None:
+def test_seconds_of_a_step_are_within_5_percent(name: str) -> None:
     measured = STEPS[name]
     step = predict(measured.run(), Cluster(H200), measured.schedule)
-    assert 1e3 * step.total == pytest.approx(measured.milliseconds, rel=0.07)
+    assert 1e3 * step.total == pytest.approx(measured.milliseconds, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("length", "layers", "checked", "milliseconds"),
+    [
+        (16384, 2, True, 103.1),
+        (16384, 4, False, 184.5),
+        (16384, 8, True, 369.2),
+        (65536, 4, True, 1203.3),
+    ],
+)
+def test_steps_that_wait_for_their_cpu_are_within_3_percent(
+    length: int, layers: int, checked: bool, milliseconds: float
+) -> None:
+    """CSBP on two H200, commit 6931bc6, medians of four; seen: -2.3 to -0.4 %.
+
+    The CPU's numbers are of the same day: launches of a step of 2,048 tokens, waits of a profile at
+    64K, and one check of the difference that checks make to four layers at 16K.
+    """
+    policy = replace(KEPT, checks_for_nan=checked)
+    of = Measured(layers, milliseconds, 0.0, CSBP, policy, length).run()
+    assert 1e3 * predict(of, Cluster(H200)).total == pytest.approx(milliseconds, rel=0.03)
 
 
 @pytest.mark.parametrize("name", STEPS)

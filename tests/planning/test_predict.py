@@ -8,6 +8,7 @@ from megatron_bp.layout.model_shape import AttentionShape, ExpertsShape, LayerKi
 from megatron_bp.layout.run_shape import BatchShape, Policy, Recompute, Run, Topology
 from megatron_bp.planning.cluster import Cluster
 from megatron_bp.planning.hardware import H200, KernelSpeed
+from megatron_bp.planning.host import NO_HOST
 from megatron_bp.planning.predict import (
     Schedule,
     StepTime,
@@ -39,7 +40,9 @@ def test_four_layers_of_nemotron_3b_take_the_measured_time(
     """
     whole = model_named("nemotron-3b")
     model = replace(whole, layers=((whole.layers[0][0], 4),))
-    mask_form = replace(H200, kernels=(KernelSpeed(128, False, "flash4", 643.0, 560.0),))
+    mask_form = replace(
+        H200, host=NO_HOST, kernels=(KernelSpeed(128, False, "flash4", 643.0, 560.0),)
+    )
     policy = Policy(recompute, prune_last_layer=False)
     step = predict(
         Run(model, BatchShape(32768, 32, target_share=0.0), Topology(), policy), Cluster(mask_form)
@@ -75,8 +78,8 @@ def test_the_measured_share_of_exposed_keys_is_met() -> None:
 
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
-    step = StepTime(*range(1, 12))
-    assert step.total == sum(range(1, 12))
+    step = StepTime(*range(1, 13))
+    assert step.total == sum(range(1, 13))
     assert step.exposed == 6 + 7 + 8 + 9
 
 
@@ -123,6 +126,20 @@ def test_tensor_ranks_wait_for_rows_and_data_ranks_for_gradients() -> None:
     bare = replace(run(Topology(context=8, shards=8, data=4)), policy=Policy())
     bare = replace(bare, policy=replace(bare.policy, overlap_data_parallel=False))
     assert 0 < hidden.exposed_data < predict(bare, CLUSTER).exposed_data
+
+
+def test_the_embedding_table_travels_with_nothing_to_hide_behind() -> None:
+    """Its weights come before the first layer, its gradient leaves after the last."""
+    here = run(Topology(context=8, shards=8), batch=1)
+    table = here.model.vocab * here.model.hidden * 7 / 8
+    link = H200.node_link
+    alone = link.seconds(2 * table) + link.seconds(4 * table)
+    bare = replace(here, policy=replace(PLAIN, overlap_data_parallel=False))
+    everything = predict(bare, CLUSTER).exposed_data
+    want = alone + 0.05 * (everything - alone)
+    assert predict(here, CLUSTER).exposed_data == pytest.approx(want, rel=0.01)
+    small = replace(here, model=replace(MODEL, vocab=1024))
+    assert predict(small, CLUSTER).exposed_data < 0.75 * want
 
 
 def test_experts_add_their_exchange() -> None:

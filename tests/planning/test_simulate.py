@@ -21,6 +21,7 @@ from megatron_bp.layout.traffic import Axis, step_traffic
 from megatron_bp.layout.visibility import CleanRule
 from megatron_bp.planning.events import Lane, Timeline
 from megatron_bp.planning.hardware import H200, Link
+from megatron_bp.planning.host import NO_HOST
 from megatron_bp.planning.predict import (
     Cluster,
     Schedule,
@@ -46,7 +47,7 @@ DELTA = ModelShape(
     ((LayerKind(DeltaNetShape(4, 8, 64, 64), 1024), 2), (LayerKind(FULL, 1024), 2)),
 )
 BATCH = BatchShape(4096, 32, global_batch=4)
-CLUSTER = Cluster(H200, node_size=4)
+CLUSTER = Cluster(replace(H200, host=NO_HOST), node_size=4)
 
 
 def flat(speed: float, latency: float = 0.0) -> Link:
@@ -79,7 +80,7 @@ def test_two_ranks_overlap_as_computed_by_hand() -> None:
     policy = Policy(prune_last_layer=False, overlap_data_parallel=False)
     run = Run(model, replace(BATCH, global_batch=1), Topology(context=2, shards=2), policy)
     link = flat(50.0)
-    cluster = Cluster(replace(H200, node_link=link, network_link=link), 4)
+    cluster = Cluster(replace(H200, node_link=link, network_link=link, host=NO_HOST), 4)
     work, gpu = layer_work(run, model.layers[0][0], cluster, False), cluster.hardware
     data = sum(link.seconds(c.sent_bytes) for c in step_traffic(run) if c.axis is Axis.DATA)
     slab = 4096 // 4 * 2 * 4 * 64  # elements of a quarter of the keys and values
