@@ -108,7 +108,7 @@ def test_other_values_for_the_cpu_are_refused(tmp_path: Path, value: object, sen
 
 def test_rows_on_the_wire_are_work_beside_which_launches_run() -> None:
     """Tensor ranks halve the kernels of a layer, but wait for rows meanwhile."""
-    wide = run(4096, Topology(tensor=2))
+    wide = run(1024, Topology(tensor=2))
     slow = Cluster(replace(H200, node_link=replace(H200.node_link, latency_s=60e-6)))
     near, far = predict(wide, Cluster(H200)), predict(wide, slow)
     assert near.host - far.host == pytest.approx(far.exposed_tensor - near.exposed_tensor)
