@@ -10,6 +10,7 @@ Specified by tests/attention/test_flash4_sums.py (kernels replaced) and test_gpu
 Source: flash-attn-4 (flash_attn.cute.interface), https://github.com/Dao-AILab/flash-attention.
 """
 
+import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -172,11 +173,12 @@ class Flash4Backward:
         self.shared, self.scale, self.queries_per_key = shared, scale, queries_per_key
         self.num_samples, self.size, self.dtype = samples, size, like_SZMH.dtype
         self.wide = _whole(size, _head_multiple(size))
-        shapes = [(samples, x.runs.num_problems, heads, x.padded * self.wide) for x in shared.keys]
-        sizes = [2 * a * b * c * d for a, b, c, d in shapes]
-        flat = torch.zeros(sum(sizes), dtype=torch.float32, device=like_SZMH.device).split(sizes)
-        self.key_sums = [x.view(2, *shape) for x, shape in zip(flat, shapes, strict=True)]
-        self.known = flat[0].new_empty(0)
+        self._shapes = [
+            (2, samples, x.runs.num_problems, heads, x.padded * self.wide) for x in shared.keys
+        ]
+        self.known = torch.empty(0, dtype=torch.float32, device=like_SZMH.device)
+        # Only what is begun and not written yet has memory: gigabytes at 128K tokens.
+        self.key_sums: dict[int, Tensor] = {}
         self._row_sums: dict[int, Tensor] = {}
 
     def prepare(self, dout_ZTNH: Tensor, out_ZTNH: Tensor, lse_ZNT: Tensor) -> Tensor:
@@ -207,7 +209,17 @@ class Flash4Backward:
         """See SharedBackward."""
         rows = Flash4Rows(self, self.shared.rows[group], q_BQNH, dout_BQNH)
         self._row_sums[group] = rows.sums
+        self._begin_keys(group)
         return rows
+
+    def _begin_keys(self, group: int) -> None:
+        """Zeroed sums for the keys of a row group's launches, in one pass."""
+        keys = {x.group for x in self.shared.rows[group].launches} - set(self.key_sums)
+        shapes = [self._shapes[i] for i in sorted(keys)]
+        sizes = [math.prod(shape) for shape in shapes]
+        flat = self.known.new_zeros(sum(sizes)).split(sizes)
+        views = [x.view(shape) for x, shape in zip(flat, shapes, strict=True)]
+        self.key_sums |= zip(sorted(keys), views, strict=True)
 
     def write_rows(self, dq_TZNH: Tensor) -> None:
         """See SharedBackward."""
@@ -229,7 +241,7 @@ class Flash4Backward:
     def write_keys(self, groups: tuple[int, ...], into: KeyValue) -> None:
         """See SharedBackward."""
         order = _key_order(self.size)
-        found = [(self.key_sums[i], self.shared.keys[i].runs) for i in groups]
+        found = [(self.key_sums.pop(i), self.shared.keys[i].runs) for i in groups]
         if self.wide == self.size and order.known:
             tiled = [KeySums(Tiled(x.flatten(0, 2), order), runs) for x, runs in found]
             write_keys(into, tiled, self.scale)

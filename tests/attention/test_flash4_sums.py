@@ -25,7 +25,9 @@ from megatron_bp.attention.contract import Cut, Window, window_mask
 from megatron_bp.attention.kernels.dense import DenseKernel
 from megatron_bp.attention.schedule import make_schedule
 from megatron_bp.attention.sharing import Shared, TileRule, share
+from megatron_bp.layout.decomposition import KeySpace
 from megatron_bp.layout.plan import PlanRequest, make_plan
+from tests.attention.test_own_last import Layer, pass_of
 from tests.attention.test_sharing import SharingDense, gradients
 from tests.layout.test_decomposition import requests
 
@@ -242,6 +244,31 @@ def test_rows_are_prepared_once_and_rounded_only_if_their_order_is_not_known(
     gradients(plan, sharing(sums), corrupted_only=False)
     assert kernels.prepared - before == 1
     assert (kernels.rounded - rounded == 0) is kernels.in_order
+
+
+def test_sums_of_keys_have_memory_from_their_first_launch_until_they_are_written(
+    sums: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a reduction which starts before the last launches finds room for its buffers."""
+    made, held = [], []
+    plan = make_plan(PlanRequest(256, 32, num_ranks=4, num_clean_shards=4), 2)
+    whole = sums.Flash4Backward
+
+    def noted(*args: Any) -> Any:
+        made.append(whole(*args))
+        return made[-1]
+
+    monkeypatch.setattr(sums, "Flash4Backward", noted)
+
+    def reduction_starts() -> None:
+        (work,) = made
+        held.append({work.shared.keys[i].space for i in work.key_sums})
+
+    Layer(plan, sharing(sums), corrupted_only=False).backward(pass_of(plan), reduction_starts)
+    assert len(held) == 1
+    assert KeySpace.CLEAN not in held[0]
+    assert {x.space for x in made[0].shared.keys} >= {KeySpace.CLEAN, KeySpace.SHARD}
+    assert not made[0].key_sums
 
 
 def test_nothing_of_the_stand_ins_is_left_for_others(sums: Any) -> None:
