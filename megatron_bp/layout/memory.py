@@ -30,7 +30,8 @@ class MemoryBytes:
 
     `activations`: what layers keep for backward, over all micro-batches in flight. `gathered_kv`:
     the key buffers among them. `workspace`: the largest temporary of one layer's backward, with one
-    layer's activations under full recomputation. `logits`: the loss.
+    layer's activations under full recomputation. `logits`: what the loss adds: the gradient of a
+    tied table until the end of backward; or all that lives in the loss, if that is the peak.
     """
 
     parameters: int
@@ -61,12 +62,20 @@ def gathered_bytes(run: Run, kind: LayerKind) -> int:
 
     The context-parallel baseline holds the corrupted keys of all ranks too.
     """
-    mixer = kind.mixer
-    if not isinstance(mixer, AttentionShape):
+    if not isinstance(kind.mixer, AttentionShape):
         return 0
-    rows = buffer_rows(run, mixer.window)
-    if run.topology.mode is Mode.CP:
-        rows += run.batch.num_views * run.batch.length
+    clean = _key_bytes(run, kind.mixer, buffer_rows(run, kind.mixer.window))
+    return clean + corrupted_keys_bytes(run, kind)
+
+
+def corrupted_keys_bytes(run: Run, kind: LayerKind) -> int:
+    """What of it the context-parallel baseline holds: corrupted keys of all ranks."""
+    if not isinstance(kind.mixer, AttentionShape) or run.topology.mode is not Mode.CP:
+        return 0
+    return _key_bytes(run, kind.mixer, run.batch.num_views * run.batch.length)
+
+
+def _key_bytes(run: Run, mixer: AttentionShape, rows: int) -> int:
     kv = 2 * mixer.num_kv_heads * mixer.head_size
     return -(-run.batch.micro_batch * rows * kv * run.policy.element_bytes // run.topology.tensor)
 
@@ -169,34 +178,63 @@ def kept_bytes(run: Run, kind: LayerKind, pruned: bool = False) -> tuple[int, in
     return mixer_bytes(run, kind, pruned) + ffn_bytes(run, kind, pruned), gathered
 
 
-def workspace_bytes(run: Run, kind: LayerKind) -> int:
+def workspace_bytes(run: Run, kind: LayerKind, pruned: bool = False) -> int:
     """The largest temporary of one layer's backward, over what the layer keeps.
 
-    Attention: gradients of q, k, v and out, fp32 gradients of the key buffer and what goes on the
-    wire of them; without kept buffers two of those (one on its way). Feed-forward: gradients of the
-    first matrix's output (2 inner sizes, gated; the second's input is freed for its own). Under
-    recomputation also what comes back.
+    Backward frees the feed-forward part before it comes to the mixer, so it is the larger of two.
     """
-    policy, topology = run.policy, run.topology
-    rows = row_counts(run.request()).total * run.batch.micro_batch
-    gathered, attention = gathered_bytes(run, kind), 0
-    if isinstance(kind.mixer, AttentionShape):
-        width = 2 * kind.mixer.query_width + 2 * kind.mixer.kv_width
-        attention = rows * width * policy.element_bytes // topology.tensor
-        attention += gathered * WIDE_BYTES // policy.element_bytes
-        attention += gathered * policy.grad_wire_bytes // policy.element_bytes // 2
-    else:
-        attention = rows * 4 * kind.mixer.value_width * policy.element_bytes // topology.tensor
-    if not policy.keep_gathered or policy.recompute is Recompute.FULL:
-        attention += 2 * gathered
-    again = 0
+    return max(_feed_forward_workspace(run, kind, pruned), _mixer_workspace(run, kind, pruned))
+
+
+def _feed_forward_workspace(run: Run, kind: LayerKind, pruned: bool) -> int:
+    """What is run again, gradients of the first matrix's output (2 inner sizes, gated; the second's
+    input is freed for its own), and clean keys that are on their way for the mixer.
+    """
+    policy, again = run.policy, 0
+    rows = rows_after_attention(run, row_counts(run.request()), pruned) * run.batch.micro_batch
     if policy.recompute is not Recompute.NONE:
-        again = ffn_bytes(run, kind)
+        again = ffn_bytes(run, kind, pruned)
     if policy.recompute in (Recompute.FULL, Recompute.FULL_KEEP_ATTENTION):
-        again += mixer_bytes(run, kind)
+        again += mixer_bytes(run, kind, pruned)
     inner = kind.ffn + kind.experts.top_k * kind.experts.ffn
     inner *= kind.input_widths * policy.element_bytes
-    return again + max(attention, rows * inner // topology.tensor)
+    return again + rows * inner // run.topology.tensor + _fetched_bytes(run, kind)
+
+
+def _fetched_bytes(run: Run, kind: LayerKind) -> int:
+    """The clean key buffer of a layer that did not keep it."""
+    if run.policy.keep_gathered and run.policy.recompute is not Recompute.FULL:
+        return 0
+    return gathered_bytes(run, kind) - corrupted_keys_bytes(run, kind)
+
+
+def _mixer_workspace(run: Run, kind: LayerKind, pruned: bool) -> int:
+    """The mixer that was run again, less the feed-forward part that a layer kept and that is gone.
+
+    Attention: gradients of q and out, and those of q once more in fp32, of k and v; key buffers
+    that were not kept, and the next layer's clean one, if it is gathered ahead; fp32 gradients of
+    the clean one, and what goes on the wire of them if that is another type. Corrupted keys of the
+    context-parallel baseline: fp32 gradients, a copy in order, and the reduction's buffer, beside
+    the operands of their gather.
+    """
+    policy, tensor, mixer = run.policy, run.topology.tensor, kind.mixer
+    rows = row_counts(run.request()).total * run.batch.micro_batch
+    again = -ffn_bytes(run, kind, pruned) if policy.recompute is Recompute.NONE else 0
+    if policy.recompute in (Recompute.FULL, Recompute.FULL_KEEP_ATTENTION):
+        again = mixer_bytes(run, kind, pruned)
+    if not isinstance(mixer, AttentionShape):
+        return again + rows * 4 * mixer.value_width * policy.element_bytes // tensor
+    after = rows_after_attention(run, row_counts(run.request()), pruned) * run.batch.micro_batch
+    found = after * mixer.query_width * (2 * policy.element_bytes + WIDE_BYTES)
+    found += rows * 2 * mixer.kv_width * policy.element_bytes
+    corrupted = corrupted_keys_bytes(run, kind)
+    clean, fetched = gathered_bytes(run, kind) - corrupted, _fetched_bytes(run, kind)
+    ahead = fetched if policy.recompute in (Recompute.NONE, Recompute.SELECTIVE) else 0
+    keys = fetched + ahead + (corrupted if fetched else 0)
+    keys += (clean + 3 * corrupted) * WIDE_BYTES // policy.element_bytes + corrupted
+    if policy.grad_wire_bytes != WIDE_BYTES:
+        keys += clean * policy.grad_wire_bytes // policy.element_bytes
+    return again + found // tensor + keys
 
 
 def logits_bytes(run: Run) -> int:
@@ -211,6 +249,16 @@ def logits_bytes(run: Run) -> int:
     bytes_ += chunk * min(columns, LOSS_PIECE_COLUMNS) * WIDE_BYTES
     bytes_ += chunk * run.model.hidden * WIDE_BYTES
     return bytes_ + columns * run.model.hidden * (WIDE_BYTES - run.policy.element_bytes)
+
+
+def table_gradient_bytes(run: Run) -> int:
+    """The gradient of the head's weight as the loss makes it, in fp32 storage.
+
+    A weight that is the embedding table as well gets two gradients, and autograd holds the first
+    one, the head's, until backward comes to the embedding.
+    """
+    wide = max(WIDE_BYTES, run.policy.element_bytes)
+    return -(-run.model.vocab // run.topology.tensor) * run.model.hidden * wide
 
 
 def parameters_of_rank(run: Run, stage: Stage) -> tuple[int, int]:
@@ -260,16 +308,18 @@ def rank_memory(run: Run, stage: Stage = Stage.FIRST) -> MemoryBytes:
     chunks, virtual = micro_batches_in_flight(run, stage)
     share = topology.pipeline * virtual
     has_head = topology.pipeline == 1 or stage is Stage.LAST
-    activations = gathered = workspace = saved = 0
+    activations = gathered = saved = 0
     for kind, count in run.model.layers:
         kept, buffers = kept_bytes(run, kind)
         activations += count * kept
         gathered += count * buffers
-        workspace = max(workspace, workspace_bytes(run, kind))
         saved = kept - kept_bytes(run, kind, run.prunes_last_layer)[0]  # of the last layer
     rows = row_counts(run.request())
     last = rows_after_attention(run, rows, run.prunes_last_layer) * run.batch.micro_batch
     last_norm = norm_bytes(run, last) - saved if has_head else 0
+    workspace = _workspace(run, has_head)
+    held = table_gradient_bytes(run) if run.model.tied and topology.pipeline == 1 else 0
+    of_loss = logits_bytes(run) + table_gradient_bytes(run) // 2
     return MemoryBytes(
         parameters=(dense + experts) * policy.element_bytes,
         gradients=(dense + experts) * policy.main_grad_bytes,
@@ -277,8 +327,21 @@ def rank_memory(run: Run, stage: Stage = Stage.FIRST) -> MemoryBytes:
         activations=-(-activations * chunks // share) + last_norm,
         gathered_kv=-(-gathered * chunks // share),
         workspace=workspace,
-        logits=logits_bytes(run) if has_head else 0,
+        logits=max(held, of_loss - workspace) if has_head else 0,
     )
+
+
+def _workspace(run: Run, has_head: bool) -> int:
+    """The largest temporary of a stage's layers; other layers follow a pruned last one, whose own
+    part of the activations is gone by then."""
+    last = run.model.layers[-1][0]
+    if not (run.prunes_last_layer and has_head):
+        return max(workspace_bytes(run, kind) for kind, _ in run.model.layers)
+    freed, pruned = sum(kept_bytes(run, last, True)), workspace_bytes(run, last, True)
+    if run.model.num_layers == run.topology.pipeline:
+        return pruned
+    others = [kind for kind, count in run.model.layers if kind is not last or count > 1]
+    return max(pruned, *(workspace_bytes(run, kind) - freed for kind in others))
 
 
 def peak_memory(run: Run) -> MemoryBytes:

@@ -33,7 +33,7 @@ PARTS = (
     ("activations", "activations"),
     ("gathered_kv", "attention buffers: clean K/V kept"),
     ("workspace", "attention buffers and recomputed layer, one at a time"),
-    ("logits", "logits, a chunk at a time"),
+    ("logits", "loss: logits, a chunk at a time, and a tied table's gradient"),
 )
 
 

@@ -10,6 +10,7 @@ from megatron_bp.layout.memory import (
     Stage,
     attention_kept_bytes,
     buffer_rows,
+    corrupted_keys_bytes,
     ffn_bytes,
     gathered_bytes,
     kept_bytes,
@@ -117,9 +118,54 @@ def test_backward_holds_fp32_gradients_of_the_key_buffer() -> None:
     few = Run(model, BATCH, Topology(context=12, shards=12))
     keys = gathered_bytes(few, wide)
     rows = 2 * 96 // 12
-    assert workspace_bytes(few, wide) == rows * 4 * 256 * 2 + 2 * keys + keys
+    of_rows = rows * 256 * (2 + 2 + 4 + 2 + 2)  # out; q, and in fp32; k; v
+    held = workspace_bytes(few, wide)
+    assert held == of_rows + 2 * keys - ffn_bytes(few, wide)  # the feed-forward part is gone
     again = replace(few, policy=Policy(keep_gathered=False))
-    assert workspace_bytes(again, wide) == workspace_bytes(few, wide) + 2 * keys
+    assert workspace_bytes(again, wide) == held + 2 * keys  # and the next layer's
+    kept = replace(few, policy=Policy(Recompute.FULL_KEEP_ATTENTION, keep_gathered=False))
+    mixer = mixer_bytes(few, wide)
+    assert workspace_bytes(kept, wide) == of_rows + 2 * keys + mixer + keys
+    baseline = replace(few.topology, block_owned=False)
+    wire = replace(few, topology=baseline, policy=Policy(grad_wire_bytes=2))
+    corrupted = corrupted_keys_bytes(wire, wide)
+    assert corrupted == keys
+    more = 3 * 2 * corrupted + corrupted + keys  # three times in fp32, operands; clean on the wire
+    assert workspace_bytes(wire, wide) == held + more
+
+
+def test_backward_of_a_wide_feed_forward_part_is_its_own_peak() -> None:
+    """Before attention's: both parts run again, two inner sizes, and keys on their way."""
+    kind = LayerKind(AttentionShape(4, 2, 16), 4096)
+    model = ModelShape("inner", 32, 64, ((kind, 2),))
+    policy = Policy(Recompute.FULL_KEEP_ATTENTION, keep_gathered=False)
+    here = Run(model, BATCH, Topology(context=2, shards=2), policy)
+    both = mixer_bytes(here, kind) + ffn_bytes(here, kind)
+    inner = 2 * 96 * 2 * 4096 * 2 // 2
+    assert workspace_bytes(here, kind) == both + inner + gathered_bytes(here, kind)
+
+
+def test_a_pruned_last_layer_is_gone_when_the_others_come() -> None:
+    kind = LayerKind(AttentionShape(4, 2, 16), 4096)
+    policy = Policy(Recompute.FULL_KEEP_ATTENTION, keep_gathered=False)
+    for layers, freed in ((1, 0), (2, 1)):
+        here = Run(ModelShape("inner", 32, 64, ((kind, layers),)), BATCH, Topology(), policy)
+        one = sum(kept_bytes(here, kind, True))
+        want = workspace_bytes(here, kind, pruned=layers == 1) - freed * one
+        assert rank_memory(here).workspace == want
+    whole = replace(here, policy=replace(policy, prune_last_layer=False))
+    assert rank_memory(whole).workspace == workspace_bytes(here, kind)
+
+
+def test_a_tied_table_holds_its_first_gradient_and_a_head_its_loss() -> None:
+    wide = LayerKind(AttentionShape(4, 2, 16), 4096)
+    model = ModelShape("tied", 32, 64, ((wide, 2),), tied=True)
+    tied = Run(model, BATCH, Topology())
+    assert rank_memory(tied).logits == 64 * 32 * 4
+    assert rank_memory(replace(tied, model=replace(model, tied=False))).logits == 0
+    large = replace(tied, model=replace(model, vocab=2**20))
+    memory = rank_memory(large)
+    assert memory.logits + memory.workspace == logits_bytes(large) + 2**20 * 32 * 2
 
 
 def test_tensor_ranks_divide_everything_a_layer_keeps() -> None:

@@ -1,10 +1,9 @@
 """Predictions hold for whole Megatron steps that were measured after they were made.
 
 docs/bench/step_h200.json: Nemotron 3B cut to 8, 4 or 2 layers, block 32, Transformer Engine, one,
-two and four H200. Seen: seconds -4.1 to +3.6 %, peaks -0.7 to +11.5 %. One is missed and not here:
+two and four H200. Seen: seconds -4.1 to +3.6 %, peaks -0.5 to +6.6 %. One is missed and not here:
 at commit 3159e6a, where each slab was reduced by itself, a baseline that waits for every collective
-took 1.27 times the prediction on two GPUs, because ranks waited for one another's launches. Nor is
-the baseline at 256K on four: 2,903 ms as predicted (+0.1 %), but 30.0 GiB of 36.2 predicted.
+took 1.27 times the prediction on two GPUs, because ranks waited for one another's launches.
 """
 
 from dataclasses import dataclass, replace
@@ -71,6 +70,15 @@ STEPS = {
     "CP 4, shared sums": Measured(4, 641.0, 15.50, replace(FOUR, block_owned=False)),
     "CSBP 4, 128K": Measured(2, 877.7, 17.43, FOUR, length=2 * L64),
     "CSBP 4, 256K": Measured(2, 2876.3, 27.97, FOUR, length=L256),
+    "CP 4, 256K": Measured(2, 2903.0, 30.00, replace(FOUR, block_owned=False), length=L256),
+    "CP 4 that waits, 256K": Measured(
+        2,
+        2920.2,
+        28.25,
+        replace(FOUR, block_owned=False),
+        length=L256,
+        schedule=Schedule.BLOCKING,
+    ),
 }
 
 
@@ -104,7 +112,7 @@ def test_steps_that_wait_for_their_cpu_are_within_3_percent(
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_the_peak_of_memory_is_at_most_12_percent_above(name: str) -> None:
+def test_the_peak_of_memory_is_at_most_7_percent_above(name: str) -> None:
     measured = STEPS[name]
     over = peak_memory(measured.run()).total / 2**30 / measured.gib - 1
-    assert -0.02 < over < 0.12
+    assert -0.01 < over < 0.07
