@@ -257,6 +257,8 @@ def _samples(rules: CorruptionRules, job: Job, separate_views: bool) -> Iterator
     tokens[tokens == rules.mask_token_id] += 1
     clean = {"tokens": tokens, "loss_mask": torch.ones(job.length)}
     sample = {name: x[None] for name, x in rules.sample(clean, index, is_padding=False).items()}
+    if torch.version.cuda is not None and torch.cuda.is_available():  # as Megatron's data loader
+        sample = {name: x.pin_memory() for name, x in sample.items()}
     if not separate_views:
         return itertools.repeat(sample)
     by_view = ("corrupted", "labels", "weights", "counted", "bucket")

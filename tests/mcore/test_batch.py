@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from megatron_bp.attention.block_parallel import AttentionOptions
 from megatron_bp.comm.groups import BlockGroups, LocalGroup
 from megatron_bp.data.packing import PADDING
 from megatron_bp.layout.plan import PlanRequest
+from megatron_bp.mcore import batch as received
 from megatron_bp.mcore.batch import CLEAN, Batch, LayoutSource
 from megatron_bp.mcore.carrier import Layout, make_layout, make_params
 from megatron_bp.objectives.objective import make_objective
@@ -48,10 +51,15 @@ def layout(
     return make_layout(request, groups, options, True, torch.device("cpu"))
 
 
-def batch(name: str = "standard", **changes: Any) -> Batch:
+def stacked_samples(name: str = "standard", **changes: Any) -> dict[str, torch.Tensor]:
+    """Two samples as a data loader stacks them."""
     dataset = CorruptedDataset(Clean(), rules(name, **changes))
     samples = [dataset[0], dataset[2]]
-    stacked = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+    return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+def batch(name: str = "standard", **changes: Any) -> Batch:
+    stacked = stacked_samples(name, **changes)
     return Batch(
         document=stacked["document"],
         streams=torch.cat([stacked["clean"], stacked["corrupted"].flatten(1)], 1),
@@ -62,6 +70,28 @@ def batch(name: str = "standard", **changes: Any) -> Batch:
         weights=stacked["weights"].flatten(1),
         normalizer=stacked["normalizer"].double(),
     )
+
+
+@pytest.mark.parametrize("name", ["standard", "fast_dllm_v2"])
+def test_a_rank_receives_what_the_data_loader_gives(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(received.dist, "get_rank", lambda: 3)
+    alone = SimpleNamespace(size=lambda: 1)
+    num_views = 2 if name == "fast_dllm_v2" else 1
+
+    def receive(num_samples: int) -> Batch:
+        samples = iter([stacked_samples(name)])
+        shape, cpu = (num_samples, num_views, LENGTH), torch.device("cpu")
+        return received.receive_batch(samples, shape, cpu, alone, source=3)  # type: ignore[arg-type]
+
+    got, want = receive(Z), batch(name)
+    for field in fields(Batch):
+        mine, theirs = getattr(got, field.name), getattr(want, field.name)
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs), field.name
+    with pytest.raises(ValueError, match=rf"gave \[{Z}, \d+\] integers for .*which needs \[3, "):
+        receive(3)
 
 
 @pytest.mark.parametrize(("num_ranks", "shards", "multiple"), CASES)
