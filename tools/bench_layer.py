@@ -2,7 +2,7 @@
 """Benchmark one attention layer, forward and backward with its exchange, on the ranks of a host.
 
     torchrun --nproc-per-node 2 tools/bench_layer.py --length 16384 65536 \
-        --way csbp csbp-single cp-plain --wire fp32 model --order plain own-last --max-ctas 0 8
+        --way csbp csbp-single cp-plain --wire fp32 model --order own-last plain --max-ctas 0 8
 
 All cases of a length are timed in turn. NCCL on GPUs, gloo on CPUs (a trial; give --kernel dense
 and a small --length there). `exposed` is the share of a rank's time in which it communicates and
@@ -40,7 +40,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--kernel", nargs="+", default=["auto"], help="or flex_baseline")
     p.add_argument("--wire", nargs="+", default=["fp32"], type=GradWire, help="fp32, model")
     p.add_argument("--views", type=int, default=1)
-    p.add_argument("--order", nargs="+", default=["plain"], choices=["plain", "own-last"])
+    p.add_argument("--order", nargs="+", default=["own-last"], choices=["own-last", "plain"])
     p.add_argument("--max-ctas", nargs="+", type=int, default=[0], help="of NCCL, 0: its choice")
     p.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="timed by itself")
     p.add_argument("--repeats", type=int, nargs="+", default=[7], help="of each length, or of all")

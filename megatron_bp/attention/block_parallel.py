@@ -2,8 +2,8 @@
 
 Owns the order of things: local launches run while the early slab travels, launches on the early
 slab while the late one does; backward reduces both slabs when nothing adds to them any more, and
-may run the launches whose key gradients stay on this rank meanwhile. Knows no mask (layout/), no
-wire format (comm/) and no kernel.
+meanwhile runs the launches whose key gradients stay on this rank. Knows no mask (layout/), no wire
+format (comm/) and no kernel.
 Letters: T local rows, Z samples, N query heads, M key/value heads, H head size, S key rows.
 Specified by tests/attention/test_block_parallel.py.
 """
@@ -34,6 +34,7 @@ from megatron_bp.attention.ragged import RaggedKernel, RaggedStep, together
 from megatron_bp.attention.schedule import Pass, Schedule, make_schedule
 from megatron_bp.comm.clean_kv import CleanGather, CleanReduce
 from megatron_bp.comm.groups import BlockGroups
+from megatron_bp.comm.wires import reduces_at_once
 from megatron_bp.layout.decomposition import KeySpace, Phase
 from megatron_bp.layout.plan import RankPlan
 
@@ -49,7 +50,8 @@ class GradWire(StrEnum):
 class AttentionOptions:
     """How a layer computes. `corrupted_only` skips clean queries (a pruned last layer).
 
-    With `own_last` backward starts the reduction before the launches at this rank's own clean keys.
+    With `own_last` backward starts the reduction before the launches at this rank's own clean keys,
+    where one can run beside it (docs/bench/nccl.md has it both ways).
     """
 
     softmax_scale: float
@@ -58,7 +60,7 @@ class AttentionOptions:
     grad_wire: GradWire = GradWire.FP32
     corrupted_only: bool = False
     deterministic: bool = False
-    own_last: bool = False
+    own_last: bool = True
 
 
 def block_parallel_attention(
@@ -149,8 +151,8 @@ class _Call:
 
     @property
     def backward(self) -> Pass:
-        todo = self.schedule.backward
-        return own_last(self.plan, todo) if self.options.own_last else todo
+        todo, beside = self.schedule.backward, reduces_at_once(self.groups.clean_shards)
+        return own_last(self.plan, todo) if self.options.own_last and beside else todo
 
     def native(self) -> NativeRun:
         kernel, beside = cast(NativeKernel, self.kernel), self.plan.request.window > 0

@@ -78,6 +78,15 @@ class ReducePart(NamedTuple):
     num_rows: int
 
 
+def reduces_at_once(group: Group) -> bool:
+    """Whether launches can run beside a reduction: it is one kernel, and starts when it is told.
+
+    Where a device has one queue, launches would stand behind the second step of a reduction that
+    is done by node until the last rank has taken part in the first.
+    """
+    return isinstance(group, dist.ProcessGroup)
+
+
 def start_gathers(parts: Sequence[GatherPart], group: Group) -> list[Pending]:
     """Starts all parts, in one kernel where the backend can; one result for each."""
     if isinstance(group, BlockingGroup):

@@ -72,7 +72,7 @@ WAYS = {
 class LayerCase:
     """A layer at a length, on P ranks in one way; `kernel` is a kernel's name, or flex_baseline.
 
-    With `own_last` the reduction starts before the launches at own keys. NCCL may take `max_ctas`
+    Without `own_last` the reduction starts after all launches. NCCL may take `max_ctas`
     multiprocessors for a collective (0: as many as it likes).
     """
 
@@ -83,7 +83,7 @@ class LayerCase:
     kernel: str = "auto"
     wire: GradWire = GradWire.FP32
     num_views: int = 1
-    own_last: bool = False
+    own_last: bool = True
     max_ctas: int = 0
 
     @property
