@@ -25,7 +25,7 @@ from megatron_bp.attention.triton_launch import (
     shared_memory,
 )
 from megatron_bp.attention.triton_small_kernels import backward_kernel, forward_kernel
-from megatron_bp.attention.triton_small_wide import backward_wide_kernel, forward_wide_kernel
+from megatron_bp.attention.triton_small_wide import forward_wide_kernel
 
 MAX_TILE = 16384
 """Largest padded keys * head size of a problem: its dk and dv must fit in registers."""
@@ -36,13 +36,9 @@ MAX_ROWS = 256
 MEMORY = 200 * 1024
 """Bytes of shared memory that the larger row tiles of the backward are made for."""
 WHOLE_HEAD = 128
-"""Larger heads are read and written in slices (triton_small_wide.py), but beside a far end."""
-FORWARD_SLICES = 64, 3
-"""Elements of a slice of the forward, and how many slices are on their way at once."""
-BACKWARD_SLICES = 32, 1
-"""The same of the backward: slices of 64 would spill registers."""
-SLICED_ROWS, MOST_TILES = 64, 4
-"""Rows of a tile of the sliced backward, and of how many tiles it can hold the probabilities."""
+"""The forward takes larger heads in slices (triton_small_wide.py), but beside a far end."""
+SLICES = 64, 3
+"""Elements of a slice, and how many slices are on their way at once."""
 
 
 class Problems(NamedTuple):
@@ -113,7 +109,7 @@ def forward_into(
     constants = (q_q, q_n, k_k, k2_k, o_q, o_n, group, size, store, rows)
     if size > WHOLE_HEAD and not far:
         numbers = (*sizes[:5], scale, *todo.window, *strides)
-        shape, resources = (near, *FORWARD_SLICES), Resources(num_warps=4, num_stages=1)
+        shape, resources = (near, *SLICES), Resources(num_warps=4, num_stages=1)
         launch(forward_wide_kernel, grid, tensors, numbers, (*constants, *shape), resources)
         return
     launch(
@@ -172,14 +168,10 @@ def backward_into(
     lengths = (todo.num_rows * group, *todo.lengths)
     shape, resources = _backward_shape(lengths, clean.shape[3], clean.device)
     tensors = (todo.starts, rows.q, *keys.clean, *keys.own, rows.out, rows.lse, rows.dout, dq)
-    results: tuple[Tensor, ...] = (*first, *into.own, *far)
-    sliced = _in_slices(lengths, clean.shape[3])
-    if sliced:  # no far end: neither its size, its strides nor its tensors
-        sizes, strides, constants, results = sizes[:5], strides[:-2], constants[:-1], results[:4]
     launch(
-        backward_wide_kernel if sliced else backward_kernel,
+        backward_kernel,
         (problems * samples, clean.shape[2], 1),
-        (*tensors, *results),
+        (*tensors, *first, *into.own, *far),
         (*sizes, scale, *todo.window, *strides),
         (
             *(*constants, group, clean.shape[3], summed, *shape),
@@ -194,26 +186,15 @@ def backward_into(
     )
 
 
-Lengths = tuple[int, int, int, int]
-"""Rows times query heads of a key/value head, and the three key runs."""
-
-
-def _in_slices(lengths: Lengths, size: int) -> bool:
-    """Whether the backward takes heads in slices."""
-    return size > WHOLE_HEAD and not lengths[3] and lengths[0] <= MOST_TILES * SLICED_ROWS
-
-
 @lru_cache(maxsize=1024)
 def _backward_shape(
-    lengths: Lengths, size: int, device: torch.device
+    lengths: tuple[int, int, int, int], size: int, device: torch.device
 ) -> tuple[tuple[int, ...], Resources]:
-    """Constants of the backward kernel that say how large its tiles are, and what it needs."""
+    """Constants of the backward kernel that say how large its tiles are, and what it needs.
+
+    `lengths`: rows times heads, and the three key runs.
+    """
     near, far, wide = _tile(lengths[1] + lengths[2]), lengths[3], _tile(size)
-    if _in_slices(lengths, size):
-        tiles = ceil_div(lengths[0], SLICED_ROWS)
-        # With 128 registers two programs fit on a multiprocessor.
-        resources = Resources(num_warps=8, num_stages=1, registers=128)
-        return (tiles, SLICED_ROWS, max(near, 64), *BACKWARD_SLICES), resources
     if wide <= 128:  # keys are rows of the products dk and dv, and tensor cores take 64
         near = max(near, 64)
     rows = 128 if near * wide <= 8192 and wide <= 128 else 64

@@ -35,7 +35,6 @@ CASES = [
     (2, 5, 1, 1, 2, 16, (4, 5, 2), Window(4, 0)),  # the far end cut short by a document
     (1, 5, 2, 1, 3, 136, (5, 5, 0), Window(4, -1)),  # heads in slices, the last one not whole
     (1, 20, 1, 1, 7, 136, (20, 20, 0), Window(19, -1)),  # and in several tiles of rows
-    (1, 20, 1, 1, 14, 136, (3, 7, 0), Window(-1, 0)),  # more tiles than their backward holds
     (1, 4, 1, 1, 2, 136, (4, 4, 3), Window(3, -1)),  # a far end beside large heads
 ]
 
