@@ -184,8 +184,8 @@ class Flash4Backward:
     def prepare(self, dout_ZTNH: Tensor, out_ZTNH: Tensor, lse_ZNT: Tensor) -> Tensor:
         """See SharedBackward."""
         samples, length, heads, size = out_ZTNH.shape
-        most = max(_whole(length, x.rows) for x in tiles(size)[:2])
-        shape = (2, samples, heads, most)
+        tile = _config(size).m_block_size
+        shape = (2, samples, heads, _whole(length, tile))
         self.known = torch.empty(shape, dtype=torch.float32, device=out_ZTNH.device)
         _bwd_preprocess(
             maybe_contiguous(out_ZTNH),
@@ -197,12 +197,10 @@ class Flash4Backward:
             torch2cute_dtype_map[out_ZTNH.dtype],
             size,
             size,
-            _config(size).m_block_size,
+            tile,
             fake_mode=False,
             hdim_multiple_of=_head_multiple(size),
         )
-        if most > length:
-            self.known[..., length:] = BEYOND
         return self.known[0, ..., :length]
 
     def rows(self, group: int, q_BQNH: Tensor, dout_BQNH: Tensor) -> "Flash4Rows":
@@ -345,7 +343,8 @@ def _known(known_ZNT: Tensor, group: RowGroup, padded: int) -> Tensor:
         found = found.permute(2, 3, 4, 0, 1).flatten(3)
     else:
         found = found.permute(2, 0, 3, 4, 1).flatten(1, 2)
-    into = known_ZNT.new_empty(*found.shape[:3], padded)
+    shape = (*found.shape[:3], padded)
+    into = torch.empty(shape, dtype=found.dtype, device=found.device)
     into[..., : found.shape[3]] = found
     into[..., found.shape[3] :] = BEYOND
     return into
