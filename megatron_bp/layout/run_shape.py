@@ -6,7 +6,7 @@ traffic.py. Specified by tests/layout/test_run_shape.py.
 
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from megatron_bp.layout.model_shape import AttentionShape, LayerKind, ModelShape
 from megatron_bp.layout.owners import Ownership
@@ -176,7 +176,11 @@ class Run:
 
     def request(self, window: int = 0) -> PlanRequest:
         """The plan request of a layer with `window`."""
-        return _request(self.batch, self.topology, window)
+        return _request(self.batch, self.topology, window) if window else self._full_request
+
+    @cached_property
+    def _full_request(self) -> PlanRequest:
+        return _request(self.batch, self.topology, 0)
 
 
 @lru_cache(maxsize=4096)
