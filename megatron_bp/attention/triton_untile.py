@@ -51,6 +51,7 @@ def _in_one_pass(first: RowSums, other: RowSums, num_rows: int) -> bool:
 def _write_rows(dq: Tensor, first: RowSums, extra: list[RowSums], scale: float) -> None:
     (tiled, runs, joined), (_, samples, heads, _) = first, dq.shape
     assert dq.stride(3) == 1, "head elements must be contiguous"
+    assert len(runs.rounds) == 1, "rows of a launch must not overlap"
     problems = 1 if joined else runs.num_problems
     num_rows = runs.length * (runs.num_problems // problems)
     numbers = [scale, heads, *dq.stride()[:3], num_rows, runs.length, *_strides(first, samples)]

@@ -3,11 +3,12 @@
 A matrix kernel of Hopper adds each tile to memory in the order in which its threads hold it: that
 of the accumulators of a warp group (128 threads), register by register. `Order` says which place
 has which element, and the functions here read sums in that order, scale them, and store them in or
-add them to rows of any strides and dtype, everything in fp32 (fp64 for fp64). On CUDA that is a
-Triton kernel (triton_untile.py); elsewhere plain torch says what it computes.
+add them to rows of any strides and dtype. On CUDA that is a Triton kernel (triton_untile.py) which
+computes in fp32; elsewhere plain torch says what it computes, but rounds after each of these sums.
 Letters: B problems and samples, X problems, Z samples, N heads, M key/value heads, T and S target
 rows, H head size.
-Specified by tests/attention/test_triton_untile.py; on a GPU by test_gpu_untile.py.
+Specified by tests/attention/test_triton_untile.py; on a GPU, against FlashAttention 4's own kernel,
+by test_gpu_untile.py.
 Source of the order: PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16", D (fp32).
 """
 

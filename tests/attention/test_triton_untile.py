@@ -29,6 +29,7 @@ from megatron_bp.attention.untile import (
 
 ORDERS = {
     # head size: usual rows, tall rows, keys, as FlashAttention 4 has them on Hopper
+    32: (Order(128, 32, 2, 2, False), Order(128, 32, 2, 2, False), Order(128, 32, 2, 2, False)),
     64: (Order(128, 64, 2, 2, False), Order(128, 64, 2, 2, False), Order(128, 64, 2, 2, False)),
     96: (Order(64, 96, 1, 1, False), Order(64, 96, 1, 1, False), Order(128, 96, 2, 2, False)),
     128: (Order(64, 128, 2, 1, False), Order(80, 128, 2, 1, True), Order(128, 128, 2, 2, False)),
