@@ -98,7 +98,7 @@ class Hardware:
     node_link: Link
     network_link: Link
     host: HostTime = NO_HOST
-    window_layer_s: float = 0.0077
+    window_layer_s: float = 0.0028
     grouped_matmul_share: float = 0.8
     delta_tflops: float = 100.0
     reserve_gib: float = 8.0
