@@ -1,8 +1,9 @@
 """Issues what one layer computes and sends for one micro-batch, forward and backward.
 
 The order is that of attention/block_parallel.py (both slabs start at once, late launches last; in
-backward both slabs are reduced after their launches) inside Megatron's transformer layer under
-sequence parallelism. Specified by tests/planning/test_simulate.py.
+backward both slabs are reduced after their launches, those at own keys included: to run these
+beside the reduction hides it and saves no time) inside Megatron's transformer layer under sequence
+parallelism. Specified by tests/planning/test_simulate.py.
 """
 
 from dataclasses import dataclass
