@@ -5,6 +5,7 @@ Specified by tests/attention/test_triton_untile.py (interpreted on CPU) and test
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -119,18 +120,19 @@ def _is_even(runs: Runs) -> bool:
     return runs.num_problems == 1 or (few and not runs.step % SLAB)
 
 
-def _home(runs: Runs, other: Runs) -> list[int]:
+@lru_cache(maxsize=1024)
+def _home(runs: Runs, other: Runs) -> tuple[int, ...]:
     """The run in whose slabs all runs of `other` have slabs of theirs; nothing if there is none."""
     if runs.pieces or len(runs.rounds) > 1 or runs.num_problems > MOST_HOMES:
-        return []
+        return ()
     if other.pieces or other.store or not _is_even(other):
-        return []
+        return ()
     stop = int(other.starts[-1]) + other.length
-    return [
+    return tuple(
         i
         for i, start in enumerate(runs.starts.tolist())
         if start <= other.first and stop <= start + runs.length and not (other.first - start) % SLAB
-    ]
+    )
 
 
 def _write_keys(
@@ -164,7 +166,9 @@ def _write_keys(
 
 def _key_strides(x: KeySums, num_samples: int) -> tuple[int, ...]:
     """From dK to dV, sample to sample, run to run, head to head."""
-    return x.tiled.sums.unflatten(0, (2, num_samples, -1)).stride()[:4]
+    run, head, _ = x.tiled.sums.stride()
+    sample = x.runs.num_problems * run
+    return num_samples * sample, sample, run, head
 
 
 def _shape(order: Order) -> tuple[int, ...]:
