@@ -304,6 +304,16 @@ def test_two_slabs_travel_as_one_and_bring_what_each_by_itself_brings(num_ranks:
         assert one == dict.fromkeys(cases(num_ranks), True)
 
 
+@pytest.mark.parametrize(
+    ("on_gpu", "backend", "as_one"),
+    [(False, "gloo", True), (True, "gloo", False), (True, "nccl", True)],
+)
+def test_gloo_moves_slabs_on_a_gpu_one_by_one(on_gpu: bool, backend: str, as_one: bool) -> None:
+    """It has no coalesced collectives for them ("unsupported device type cuda")."""
+    with mock.patch.object(dist, "get_backend", return_value=backend):
+        assert wires._starts_together(mock.Mock(is_cuda=on_gpu), mock.Mock()) is as_one
+
+
 def _random_adjoints(rank: int, num_ranks: int, drawn: list[PlanRequest]) -> list[Any]:
     groups = make_groups(num_ranks, num_ranks)
     return [adjoint_products(request, rank, groups) for request in drawn]
