@@ -229,6 +229,18 @@ def test_blocks_of_whole_tiles_and_tall_launches_give_them_too(sums: Any, window
     check(sums, request, corrupted_only=False)
 
 
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_pass_in_two_parts_gives_them_too(sums: Any, rank: int) -> None:
+    request = PlanRequest(length=512, block_size=32, num_ranks=4, num_clean_shards=4)
+    plan = make_plan(request, rank)
+    exact = Layer(plan, DenseKernel(), corrupted_only=False)
+    want, _ = exact.backward(exact.schedule.backward)
+    got, sent = Layer(plan, sharing(sums), corrupted_only=False).backward(pass_of(plan))
+    assert len(sent) == 1
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
 def test_rows_are_prepared_once_and_rounded_only_if_their_order_is_not_known(
     sums: Any, kernels: Kernels
 ) -> None:
