@@ -20,6 +20,7 @@ from megatron_bp.attention.lanes import Finish, Queue, queue_on
 from megatron_bp.attention.passes import add_rows, in_one, merge_rows, read_rows
 from megatron_bp.attention.problems import Problems, Spaces
 from megatron_bp.attention.ragged import RaggedKernel, RaggedStep
+from megatron_bp.attention.row_pieces import PiecewiseKernel, in_pieces
 from megatron_bp.attention.schedule import Pass, Runs, Step
 from megatron_bp.attention.shared_run import SharedRun
 from megatron_bp.attention.sharing import Shared, SharingKernel, TileRule, share
@@ -173,15 +174,19 @@ class NativeRun:
 
         `row_sums` are those of `begin_backward`, if it found any.
         """
-        queue = queue_on(dout_TZNH.device, self.beside)
-        for step in _one_by_one(steps, saved[0]):
-            small = _is_small(step, saved[0])
-            if small:
-                queue.drain()
-            run: Callable[..., Finish] = self._backward
-            if small:
-                run = partial_call(self._small_backward, row_sums)
-            queue.run(partial_call(run, step, dout_TZNH, saved, grads), step.num_pairs)
+        queue, q = queue_on(dout_TZNH.device, self.beside), saved[0]
+        kernel, most_rows = self.kernel, 0
+        if isinstance(kernel, PiecewiseKernel):
+            most_rows = kernel.rows_at_once(q.shape[3])
+        for whole in _one_by_one(steps, q):
+            for step in in_pieces(whole, most_rows):
+                small = _is_small(step, q)
+                if small:
+                    queue.drain()
+                run: Callable[..., Finish] = self._backward
+                if small:
+                    run = partial_call(self._small_backward, row_sums)
+                queue.run(partial_call(run, step, dout_TZNH, saved, grads), step.num_pairs)
         queue.drain()
 
     def _backward(

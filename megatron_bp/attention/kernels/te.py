@@ -94,6 +94,12 @@ def _shape_args(q: Tensor, k: Tensor) -> tuple[int, int, Tensor, Tensor]:
     return rows, keys, *lengths
 
 
+MOST_ROWS = 4096
+"""Rows of an unmasked backward launch at head sizes above 128: cuDNN 9.19 runs 16,384 rows against
+12,288 keys at 357 TFLOP/s and problems of 4,096 rows at 385 (head size 256, one H200). At head size
+128 it gains nothing."""
+
+
 @dataclass(frozen=True)
 class TeKernel:
     """cuDNN's attention through Transformer Engine."""
@@ -125,6 +131,10 @@ class TeKernel:
             **form.mask,
         )[:2]
         return form.back(out), saved[0].view(q.shape[0], q.shape[2], q.shape[1])
+
+    def rows_at_once(self, head_size: int) -> int:
+        """See PiecewiseKernel."""
+        return MOST_ROWS if head_size > 128 else 0
 
     def backward(
         self, dout: Tensor, saved: Saved, window: Window, scale: float
