@@ -3,6 +3,8 @@
 Launches whose clean keys are all this rank's own (the squares of its chunks and what is left around
 its blocks: an eighth of the pairs on four ranks) add to gradients that stay here. With a buffer of
 their own for these, the reduction of all others can start before them and travels while they run.
+What the last rank's late chunk sees of its early one, beside it, is not among them: with that in
+its last part too this rank would come to the reduction an eighth of backward before the others.
 Pure integers, computed once a pass and cached. Specified by tests/attention/test_own_last.py.
 """
 
@@ -12,7 +14,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_bp.attention.schedule import Pass, RowBook, Step
+from megatron_bp.attention.contract import Window
+from megatron_bp.attention.schedule import MOST_BLOCK_ROWS, Pass, RowBook, Step
 from megatron_bp.layout.decomposition import KeySpace, Phase
 from megatron_bp.layout.exchange import SlabExchange
 from megatron_bp.layout.plan import RankPlan
@@ -47,7 +50,11 @@ def own_last(plan: RankPlan, todo: Pass) -> Pass:
 
 
 def _moved(step: Step, local: NDArray[np.int64]) -> tuple[Step, ...]:
-    """The step at keys in local order; nothing if it has no clean keys, or some of other ranks."""
+    """The step at keys in local order; nothing if it has no clean keys, or some of other ranks, or
+    is not around the diagonal.
+    """
+    if step.window == Window() and step.rows.length > MOST_BLOCK_ROWS:
+        return ()
     keys = []
     for space, runs in step.keys:
         if space is KeySpace.CLEAN:
