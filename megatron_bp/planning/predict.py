@@ -158,8 +158,8 @@ def exposed_keys(
     Overlapped: the early half hides behind nothing but local launches (neglected); the late half,
     and in the context-parallel baseline the corrupted keys, behind launches on early keys. A gather
     for backward runs one layer ahead and hides behind that layer; corrupted keys are not fetched
-    ahead. Reductions count in full: launches at own keys run beside them, but are slowed by about
-    what that hides (docs/bench/nccl.md).
+    ahead. Reductions count in full: launches at own keys run beside them, but that saved no time
+    where it was measured (docs/bench/nccl.md).
     Blocking: everything is exposed, and the baseline copies what it gathered into order.
     """
     topology, policy = run.topology, run.policy

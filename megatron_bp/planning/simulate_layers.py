@@ -2,7 +2,7 @@
 
 The order is that of attention/block_parallel.py (both slabs start at once, late launches last; in
 backward both slabs are reduced after their launches, those at own keys included: to run these
-beside the reduction hides it and saves no time) inside Megatron's transformer layer under sequence
+beside the reduction hid it and saved no time) inside Megatron's transformer layer under sequence
 parallelism. Specified by tests/planning/test_simulate.py.
 """
 
