@@ -95,9 +95,9 @@ def _shape_args(q: Tensor, k: Tensor) -> tuple[int, int, Tensor, Tensor]:
 
 
 MOST_ROWS = 4096
-"""Rows of an unmasked backward launch at head sizes above 128: cuDNN 9.19 runs 16,384 rows against
-12,288 keys at 357 TFLOP/s and problems of 4,096 rows at 385 (head size 256, one H200). At head size
-128 it gains nothing."""
+"""Rows of an unmasked backward launch at head sizes above 128: cuDNN 9.19 runs 8,192 rows against
+36,864 keys at 351 TFLOP/s and 4,096 at 389 (head size 256, one H200; 2,048: 374), and at head size
+192 16,384 rows against 12,288 keys at 286 and 4,096 at 325. At head size 128 it gains nothing."""
 
 
 @dataclass(frozen=True)
