@@ -3,8 +3,8 @@
 Scores are summed slice by slice, and then the output is made and written slice by slice, so that a
 program needs few registers and four of them share a multiprocessor: 0.131 ms where whole heads, one
 program a multiprocessor, take 0.221 (254 blocks of 32 rows at head size 256, one H200). Backward in
-slices gained nothing in twenty forms, though whole heads spill 1 KB a thread there: 0.48 ms at best
-against 0.52, and 0.45 against 0.44 where row sums are known.
+slices gained little in fourteen forms, though whole heads spill 1 KB a thread there: 0.48 ms at
+best against 0.52, and 0.45 against 0.44 where row sums are known.
 Letters as in triton_small.py. Specified by tests/attention/test_small.py (interpreted on CPU) and
 test_gpu_small.py.
 """
