@@ -38,7 +38,9 @@ class KernelSpeed:
     """TFLOP/s of an attention kernel at one head size, with or without a window.
 
     Allowed pairs only: forward 4 * pairs * N * H operations, backward 2.5 times as many. `kernel`
-    is the name to launch with. `assumed`: not measured.
+    is the name to launch with. `assumed`: not measured. Beside them a pass takes, whatever its
+    pairs: `fixed_s`, and `element_s` for each row and query element (kernels around the blocks,
+    preparing and rounding of rows), in seconds, (forward, backward).
     """
 
     head_size: int
@@ -47,6 +49,8 @@ class KernelSpeed:
     forward: float
     backward: float
     assumed: bool = False
+    fixed_s: tuple[float, float] = (0.0, 0.0)
+    element_s: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,18 @@ NVLINK_H200 = Link(
 # One 400 Gb/s port a GPU is 46.6 GiB/s; 0.85 of it, after a ramp like NVLink's.
 NETWORK_400G = Link(((2.0**20, 8.0), (2.0**24, 25.0), (2.0**28, 39.6)), latency_s=40e-6)
 
+# Head size 128 by docs/bench/attention.md, run C: what passes take beside their pairs of 16K, 32K
+# and 64K on 8 ranks, and with that the speed of 256K.
 _KERNELS_H200 = (
-    KernelSpeed(128, False, "flash4", 661.0, 610.0),
+    KernelSpeed(
+        128,
+        False,
+        "flash4",
+        667.0,
+        624.0,
+        fixed_s=(0.075e-3, 0.26e-3),
+        element_s=(2.9e-12, 16.2e-12),
+    ),
     KernelSpeed(256, False, "flash4", 682.0, 366.0),
     KernelSpeed(128, True, "flash4", 337.0, 306.0),
     KernelSpeed(256, True, "flash4", 496.0, 173.0),

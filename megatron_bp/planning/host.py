@@ -71,15 +71,16 @@ class HostTime:
 
 NO_HOST = HostTime()
 
-# An "Intel Xeon" host (64 virtual CPUs, sold with eight H200), torch 2.11, Megatron-Core 0.19.2,
-# Transformer Engine 2.20.2, two ranks, commit 6931bc6: launches from timed calls of a model of four
-# layers at L 2,048, where nothing else takes time; waits from gaps in a profile at L 65,536 and
-# from steps at L 16,384 with and without checks (docs/plan.md).
+# An "Intel Xeon" host (64 virtual CPUs, with four of its H200), torch 2.11, Megatron-Core 0.19.2,
+# Transformer Engine 2.20.2. Launches: commit 49f45a6, four ranks, steps of four and eight layers at
+# L 2,048, where nothing else takes time (77.7 and 145.0 ms), split as timed calls of one rank; two
+# ranks needed two thirds of that. Waits: commit 6931bc6, gaps in a profile at L 65,536, and steps
+# at L 16,384 with and without checks, two ranks (docs/plan.md).
 HOST_H200 = HostTime(
-    layer_forward=4.2e-3,
-    layer_again=2.5e-3,
-    layer_backward=3.8e-3,
-    head=2.5e-3,
+    layer_forward=5.8e-3,
+    layer_again=3.7e-3,
+    layer_backward=5.7e-3,
+    head=5.0e-3,
     micro_batch=3.0e-3,
     step=2.0e-3,
     check=1.1e-3,

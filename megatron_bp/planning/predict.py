@@ -9,7 +9,7 @@ tests/planning/test_predict.py and test_host.py.
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
-from megatron_bp.layout.flops import head_flops, layer_flops
+from megatron_bp.layout.flops import head_flops, layer_flops, rows_after_attention
 from megatron_bp.layout.memory import Stage, gathered_bytes, parameters_of_rank
 from megatron_bp.layout.model_shape import AttentionShape, LayerKind
 from megatron_bp.layout.pair_counts import row_counts
@@ -109,7 +109,9 @@ def layer_time(
     matrices += work.experts / (gpu.matmul_tflops * gpu.grouped_matmul_share * T)
     if isinstance(kind.mixer, AttentionShape):
         speed = gpu.kernel_for(kind.mixer)
-        forward, backward = attention_seconds(work.attention, kind.mixer, speed, gpu)
+        forward, backward = attention_seconds(
+            work.attention, kind.mixer, speed, gpu, attention_elements(run, kind.mixer, pruned)
+        )
         gather, again, reduce = exposed_keys(run, kind, cluster, schedule, (forward, backward))
     else:
         forward = work.delta / (gpu.delta_tflops * T)
@@ -118,11 +120,19 @@ def layer_time(
     return LayerTime(matrices, forward, backward, touched, gather, again, reduce)
 
 
+def attention_elements(run: Run, shape: AttentionShape, pruned: bool) -> float:
+    """Query elements of a rank's rows: Z * R * N * H / T."""
+    rows = rows_after_attention(run, row_counts(run.request()), pruned) * run.batch.micro_batch
+    return rows * shape.query_width / run.topology.tensor
+
+
 def attention_seconds(
-    flops: int, shape: AttentionShape, speed: KernelSpeed, gpu: Hardware
+    flops: int, shape: AttentionShape, speed: KernelSpeed, gpu: Hardware, elements: float
 ) -> tuple[float, float]:
     """Forward and backward of attention; windowed layers take at least their launches' time."""
-    forward, backward = flops / (speed.forward * T), 2.5 * flops / (speed.backward * T)
+    beside = [a + elements * b for a, b in zip(speed.fixed_s, speed.element_s, strict=True)]
+    forward = flops / (speed.forward * T) + beside[0]
+    backward = 2.5 * flops / (speed.backward * T) + beside[1]
     if shape.window:
         short = max(1.0, gpu.window_layer_s / max(forward + backward, 1e-12))
         return forward * short, backward * short

@@ -21,7 +21,12 @@ from megatron_bp.layout.plan import PlanRequest
 from megatron_bp.layout.run_shape import Run
 from megatron_bp.layout.visibility import CleanRule, visibility_of
 from megatron_bp.planning.cluster import Cluster
-from megatron_bp.planning.predict import T, attention_seconds, elementwise_bytes
+from megatron_bp.planning.predict import (
+    T,
+    attention_elements,
+    attention_seconds,
+    elementwise_bytes,
+)
 
 PHASES = ("local", "early", "late")
 
@@ -122,7 +127,8 @@ def layer_work(run: Run, kind: LayerKind, cluster: Cluster, pruned: bool) -> Lay
     other = (0.0, 0.0)
     if isinstance(mixer, AttentionShape):
         pairs = phase_pairs(_shared(run.request(mixer.window))).of_rows(pruned)
-        seconds = attention_seconds(work.attention, mixer, gpu.kernel_for(mixer), gpu)
+        elements = attention_elements(run, mixer, pruned)
+        seconds = attention_seconds(work.attention, mixer, gpu.kernel_for(mixer), gpu, elements)
         busiest = max(float(pairs[0].sum(axis=0).max()), 1.0)
         forward, backward = (p * (s / busiest) for p, s in zip(pairs, seconds, strict=True))
     else:
