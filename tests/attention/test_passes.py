@@ -4,11 +4,6 @@ Without a GPU the Triton kernels run in Triton's interpreter, in a process of th
 the interpreter is chosen when Triton is imported.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -17,6 +12,7 @@ from torch import Tensor
 from megatron_bp.attention import passes
 from megatron_bp.attention.merge import merge
 from megatron_bp.attention.schedule import Runs, disjoint_rounds
+from tests.interpreted import run_interpreted
 
 ROWS, SAMPLES, KV_HEADS, GROUP, SIZE = 12, 2, 3, 2, 6
 CASES = {
@@ -151,12 +147,7 @@ def test_what_is_not_packed_side_by_side_stays_two() -> None:
 
 def test_triton_passes_equal_their_formulas_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(__file__)
 
 
 def _interpret() -> None:

@@ -4,11 +4,7 @@ Without a GPU it runs in Triton's interpreter, in a process of its own because t
 chosen when Triton is imported.
 """
 
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +16,7 @@ from megatron_bp.attention.contract import Saved, Strategy, Window, window_mask
 from megatron_bp.attention.kernels.dense import DenseKernel, attend, attend_backward
 from megatron_bp.attention.merge import merge
 from megatron_bp.layout.plan import PlanRequest, make_plan
+from tests.interpreted import run_interpreted
 
 small = pytest.importorskip("megatron_bp.attention.triton_small")
 
@@ -153,12 +150,7 @@ def test_a_far_end_goes_along_only_while_everything_stays_in_registers() -> None
 
 
 def test_small_problems_equal_the_dense_kernel_in_the_interpreter() -> None:
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(__file__)
 
 
 def check_layer(shape: bench.Shape, views: int) -> None:

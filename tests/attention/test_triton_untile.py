@@ -4,11 +4,7 @@ Without a GPU the Triton kernels run in Triton's interpreter, in a process of th
 the interpreter is chosen when Triton is imported.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +22,7 @@ from megatron_bp.attention.untile import (
     write_keys,
     write_rows,
 )
+from tests.interpreted import run_interpreted
 
 ORDERS = {
     # head size: usual rows, tall rows, keys, as FlashAttention 4 has them on Hopper
@@ -224,12 +221,7 @@ def test_torch_equals_sums_in_rows() -> None:
 
 def test_triton_kernels_equal_sums_in_rows_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(__file__)
 
 
 def _interpret() -> None:

@@ -1,10 +1,6 @@
 """Specifies megatron_bp.objectives.passes, in torch and in Triton's interpreter."""
 
-import os
-import subprocess
-import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +8,7 @@ from torch import Tensor
 
 from megatron_bp.objectives import passes
 from megatron_bp.objectives.passes import BLOCK, Live
+from tests.interpreted import run_interpreted
 
 NAN = float("nan")
 
@@ -122,12 +119,7 @@ def test_torch_passes_equal_their_formulas() -> None:
 
 def test_triton_passes_equal_their_formulas_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    root = Path(__file__).parents[2]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(__file__)
 
 
 if __name__ == "__main__":
