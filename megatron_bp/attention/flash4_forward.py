@@ -14,15 +14,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from flash_attn.cute import interface  # kernels/flash4.py says what to install
+from flash_attn.cute.utils import AuxData
 from torch import Tensor
-
-try:
-    from flash_attn.cute import interface
-    from flash_attn.cute.utils import AuxData
-except (ImportError, OSError) as error:  # OSError: a shared library that does not load
-    raise ImportError(
-        f"kernel='flash4' needs FlashAttention 4: pip install 'megatron-bp[fa4]' ({error})."
-    ) from error
 
 Options = dict[str, Any]
 """Arguments of the entry point: `causal`, window bounds, `tile_mn`."""

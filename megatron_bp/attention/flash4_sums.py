@@ -14,7 +14,19 @@ import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import cutlass.cute as cute  # kernels/flash4.py says what to install
 import torch
+from flash_attn.cute.cache_utils import get_jit_cache
+from flash_attn.cute.cute_dsl_utils import maybe_contiguous
+from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
+from flash_attn.cute.interface import (
+    _bwd_postprocess_convert,
+    _bwd_preprocess,
+    _tile_size_bwd_sm90,
+    make_fake_bwd_tensors,
+    torch2cute_dtype_map,
+)
+from flash_attn.cute.utils import AuxData
 from torch import Tensor
 
 from megatron_bp.attention.contract import Window
@@ -30,24 +42,6 @@ from megatron_bp.attention.untile import (
     write_keys,
     write_rows,
 )
-
-try:
-    import cutlass.cute as cute
-    from flash_attn.cute.cache_utils import get_jit_cache
-    from flash_attn.cute.cute_dsl_utils import maybe_contiguous
-    from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
-    from flash_attn.cute.interface import (
-        _bwd_postprocess_convert,
-        _bwd_preprocess,
-        _tile_size_bwd_sm90,
-        make_fake_bwd_tensors,
-        torch2cute_dtype_map,
-    )
-    from flash_attn.cute.utils import AuxData
-except (ImportError, OSError) as error:  # OSError: a shared library that does not load
-    raise ImportError(
-        f"kernel='flash4' needs FlashAttention 4: pip install 'megatron-bp[fa4]' ({error})."
-    ) from error
 
 ARCH = 90
 LONG = 8192

@@ -4,10 +4,7 @@ The package is not needed: its entry point is replaced by one that derives a key
 looks it up in a cache of kernels and calls what it finds, as the real one does.
 """
 
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +12,7 @@ import torch
 from torch import Tensor
 
 import megatron_bp.attention as package
+from tests.stand_ins import import_over
 
 
 class Entry:
@@ -53,26 +51,13 @@ def entry() -> Entry:
 @pytest.fixture
 def forward(entry: Entry) -> Any:
     """A copy of flash4_forward.py over the stand-ins; the one that others import is untouched."""
-    interface = {"_flash_attn_fwd": entry, "_get_device_arch": lambda: 90}
     members: dict[str, dict[str, Any]] = {
         "flash_attn": {},
         "flash_attn.cute": {},
-        "flash_attn.cute.interface": interface,
+        "flash_attn.cute.interface": {"_flash_attn_fwd": entry, "_get_device_arch": lambda: 90},
         "flash_attn.cute.utils": {"AuxData": lambda *_: "aux"},
     }
-    path = Path(package.__file__).with_name("flash4_forward.py")
-    spec = spec_from_file_location("flash4_forward_over_stand_ins", path)
-    assert spec
-    assert spec.loader
-    module = module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, found in members.items():
-            stub = ModuleType(name)
-            stub.__dict__.update(found)
-            patch.setitem(sys.modules, name, stub)
-        sys.modules["flash_attn.cute"].__dict__["interface"] = SimpleNamespace(**interface)
-        spec.loader.exec_module(module)
-    return module
+    return import_over(Path(package.__file__).with_name("flash4_forward.py"), members)
 
 
 def call(

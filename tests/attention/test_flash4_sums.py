@@ -9,9 +9,8 @@ order of its own, known to untile.py.
 import math
 import sys
 from collections import namedtuple
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +29,7 @@ from megatron_bp.layout.plan import PlanRequest, make_plan
 from tests.attention.test_own_last import Layer, pass_of
 from tests.attention.test_sharing import SharingDense, gradients
 from tests.layout.test_decomposition import requests
+from tests.stand_ins import import_over
 
 LOG2_E = math.log2(math.e)
 WIDE = 32  # what the package rounds head sizes up to
@@ -129,8 +129,8 @@ class Kernels:
         into.copy_(rows[:, :, : into.shape[1], : into.shape[3]].transpose(1, 2) * scale)
 
 
-def stand_ins(kernels: Kernels) -> dict[str, ModuleType]:
-    """The modules that flash4_sums.py imports."""
+def stand_ins(kernels: Kernels) -> dict[str, dict[str, Any]]:
+    """What flash4_sums.py imports, by module."""
 
     def kind(*args: Any, **options: Any) -> SimpleNamespace:
         return SimpleNamespace(causal=args[4], **options)
@@ -142,7 +142,7 @@ def stand_ins(kernels: Kernels) -> dict[str, ModuleType]:
         return Config(4 if causal or local else 5, 4, *(2,) * 11)._replace(dKV_swapAB=False)
 
     runtime = SimpleNamespace(make_fake_stream=lambda **_: None)
-    members: dict[str, dict[str, Any]] = {
+    return {
         "cutlass": {},
         "cutlass.cute": {"runtime": runtime, "compile": compiled},
         "flash_attn": {},
@@ -159,13 +159,6 @@ def stand_ins(kernels: Kernels) -> dict[str, ModuleType]:
             "torch2cute_dtype_map": {torch.float64: "f64"},
         },
     }
-    modules = {name: ModuleType(name) for name in members}
-    for name, module in modules.items():
-        module.__dict__.update(members[name])
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(modules[parent], child, module)
-    return modules
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["rounded", "in-order"])
@@ -178,14 +171,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 def sums(kernels: Kernels) -> Any:
     """A copy of flash4_sums.py over the stand-ins; the one that others import is untouched."""
     path = Path(package.__file__).with_name("flash4_sums.py")
-    spec = spec_from_file_location("flash4_sums_over_stand_ins", path)
-    assert spec
-    assert spec.loader
-    module = module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, stub in stand_ins(kernels).items():
-            patch.setitem(sys.modules, name, stub)
-        spec.loader.exec_module(module)
+    module = import_over(path, stand_ins(kernels))
     module.torch, module.LONG = InFloat64(), LONG
     if kernels.in_order:
         module._head_multiple = lambda size: size
