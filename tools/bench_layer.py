@@ -6,7 +6,7 @@
 
 All cases of a length are timed in turn. NCCL on GPUs, gloo on CPUs (a trial; give --kernel dense
 and a small --length there). `exposed` is the share of a rank's time in which it communicates and
-computes nothing (profiler); `slowest` is the rank that arrived last most often.
+computes nothing (profiler); `slowest` is the rank that waits least.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--views", type=int, default=1)
     p.add_argument("--order", nargs="+", default=["own-last"], choices=["own-last", "plain"])
     p.add_argument("--max-ctas", nargs="+", type=int, default=[0], help="of NCCL, 0: its choice")
-    p.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="timed by itself")
+    p.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS, help="timed beside both")
     p.add_argument("--repeats", type=int, nargs="+", default=[7], help="of each length, or of all")
     p.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     p.add_argument("--json", type=Path)

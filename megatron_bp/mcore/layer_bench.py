@@ -230,10 +230,12 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Each case as plain values over all ranks; collective.
 
-    Times are medians of the slowest rank, in milliseconds. `exposed_share` is the time in which a
+    Both passes together are timed, and those of `parts` by themselves, in the order of PARTS. Times
+    are medians of the slowest rank, in milliseconds. `exposed_share` is the time in which a
     rank communicates and computes nothing, over its time from the first kernel to the last. A case
     that cannot run has `failed` instead.
     """
+    parts = [part for part in PARTS if part in parts or part == "both"]
     runs: list[LayerRun] = []
     failed: dict[LayerCase, str] = {}
     for case, groups in cases:

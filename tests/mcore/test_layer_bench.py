@@ -58,6 +58,7 @@ def run_ways(rank: int, world: int) -> dict[str, Any]:
     cpu, dtype = torch.device("cpu"), torch.float32
     found["rows"] = layer_bench.measure(runs, cpu, dtype, 3)
     found["both"] = layer_bench.measure(runs[:1], cpu, dtype, 1, ["both"])
+    found["backward"] = layer_bench.measure(runs[:1], cpu, dtype, 1, ["backward"])
     found["orders"] = []
     for case in cases[:2]:
         run = LayerRun(case, groups, cpu, dtype)
@@ -109,6 +110,9 @@ def test_the_measurement_reports_all_ranks_and_what_failed(ways: list[dict]) -> 
     assert "none such" in ways[0]["rows"][2]["failed"]
     assert "forward_ms" not in ways[0]["both"][0]
     assert ways[0]["both"][0]["both_ms"] > 0
+    assert ways[0]["backward"][0]["tflops"] > 0
+    assert ways[0]["backward"][0]["backward_ms"] > 0
+    assert "forward_ms" not in ways[0]["backward"][0]
 
 
 def test_cases_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
