@@ -82,29 +82,32 @@ def make_block_groups(pg_collection: Any = parallel_state, links: Links = Links(
     if context.size() == 1:
         return BlockGroups.single()
     shards, replicas = hierarchy()
-    wires, near = _linked(shards, links), len(set(_nodes_of(shards, -1))) == 1
+    hosts = _hosts_of(shards)
+    wires, near = _linked(shards, links, hosts), len(set(hosts)) == 1
     # The conventional baseline exchanges corrupted rows over the context group, which is then the
     # group of clean shards.
     whole = wires if shards.size() == context.size() else context
     return BlockGroups(whole, wires, replicas, near)
 
 
-def _linked(group: dist.ProcessGroup, links: Links) -> Group:
+def _linked(group: dist.ProcessGroup, links: Links, hosts: list[int]) -> Group:
     if group.size() == 1:
         return group
     linked: Group = group
     if links.ranks_per_node:
-        linked = split_by_node(group, _nodes_of(group, links.ranks_per_node))
+        nodes = hosts
+        if links.ranks_per_node > 0:
+            ranks = dist.get_process_group_ranks(group)
+            nodes = [rank // links.ranks_per_node for rank in ranks]
+        linked = split_by_node(group, nodes)
     if links.overlap:
         return linked
     assert not isinstance(linked, LocalGroup | BlockingGroup), "a process group or its nodes"
     return BlockingGroup(linked)
 
 
-def _nodes_of(group: dist.ProcessGroup, ranks_per_node: int) -> list[int]:
-    """The node of each rank of a group."""
-    if ranks_per_node > 0:
-        return [rank // ranks_per_node for rank in dist.get_process_group_ranks(group)]
+def _hosts_of(group: dist.ProcessGroup) -> list[int]:
+    """The host of each rank of a group, as the first rank on it; collective."""
     hosts: list[Any] = [None] * group.size()
     dist.all_gather_object(hosts, socket.gethostname(), group=group)
     return [hosts.index(host) for host in hosts]
