@@ -52,9 +52,7 @@ def linear_cross_entropy(
     Shapes: hidden [R, E], weight [V, E], labels int64 [R] -> float32 [R] (float64 for float64).
     Raises: ValueError or TypeError if shapes, types or labels do not fit.
     """
-    _check_inputs(hidden, weight, labels)
-    if not options.labels_checked:
-        check_labels(labels, options)
+    _check_inputs(hidden, weight, labels, options)
     loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, options, group)
     return loss
 
@@ -78,9 +76,7 @@ def weighted_cross_entropy(
     Shapes: row_weight [R] of any floating-point type -> scalar of that type, losses [R].
     Raises: as there; TypeError for float16, whose gradients need the scale of the loss beforehand.
     """
-    _check_inputs(hidden, weight, labels)
-    if not options.labels_checked:
-        check_labels(labels, options)
+    _check_inputs(hidden, weight, labels, options)
     if row_weight.shape != labels.shape or row_weight.requires_grad:
         raise ValueError(
             f"row_weight {list(row_weight.shape)} must be a constant of shape "
@@ -186,7 +182,7 @@ def _weighted_sum(loss_R: Tensor, row_weight: Tensor) -> Tensor:
     return (loss_R.to(row_weight.dtype) * row_weight).sum()
 
 
-def _check_inputs(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+def _check_inputs(hidden: Tensor, weight: Tensor, labels: Tensor, options: LossOptions) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or labels.shape != hidden.shape[:1]:
         raise ValueError(
             f"hidden {list(hidden.shape)}, weight {list(weight.shape)} and labels "
@@ -204,6 +200,8 @@ def _check_inputs(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
         )
     if labels.dtype != torch.int64:
         raise TypeError(f"labels are {labels.dtype}; they must be torch.int64.")
+    if not options.labels_checked:
+        check_labels(labels, options)
 
 
 def check_labels(labels: Tensor, options: LossOptions) -> None:
