@@ -199,8 +199,8 @@ class _BlockParallelAttention(torch.autograd.Function):
         keys: Spaces = (_split(packed), own)
         sums: Spaces = (_split(dpacked), down)
         shard: tuple[Tensor, ...] = ()
-        is_native = call.options.strategy is Strategy.NATIVE
-        if is_native and KeySpace.SHARD in call.backward.num_keys:
+        is_native, todo = call.options.strategy is Strategy.NATIVE, call.backward
+        if is_native and KeySpace.SHARD in todo.num_keys:
             size = (clean, *dpacked.shape[1:2], *dpacked.shape[3:])
             shard = dpacked.new_empty(size), dpacked.new_empty(size)
             keys, sums = (*keys, _alike(k[:clean], v[:clean])), (*sums, KeyValue(*shard))
@@ -211,7 +211,7 @@ class _BlockParallelAttention(torch.autograd.Function):
         # launches (docs/bench/nccl.md).
         if is_native:
             run = call.native()
-            rest = run.begin_backward(call.backward, dout, saved, grads, reduce.start)
+            rest = run.begin_backward(todo, dout, saved, grads, reduce.start)
             remote = (*rest.steps[Phase.LATE], *rest.steps[Phase.EARLY])
             if remote:
                 run.backward(remote, dout, saved, grads, rest.row_sums)
