@@ -36,6 +36,15 @@ def targets(bucket: list[int], num_rows: int) -> Targets:
     )
 
 
+@pytest.fixture
+def one_tensor_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head is not split."""
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    monkeypatch.setattr(
+        forward_step.parallel_state, "get_tensor_model_parallel_group", lambda: alone
+    )
+
+
 def report(bucket: list[int], losses: list[float], **given: Any) -> dict[str, list[float]]:
     wins = torch.tensor(given.get("wins", []), dtype=torch.bool)
     scores = torch.tensor(0.0), torch.tensor(losses), wins
@@ -72,14 +81,9 @@ def test_quarters_are_those_of_the_objective_and_next_tokens_need_a_loss() -> No
     }
 
 
-def test_the_head_waits_for_a_weight_that_is_gathered_when_its_layer_is_called(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("one_tensor_rank")
+def test_the_head_waits_for_a_weight_that_is_gathered_when_its_layer_is_called() -> None:
     """As with --overlap-param-gather, whose hook waits for the weight before the layer runs."""
-    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    monkeypatch.setattr(
-        forward_step.parallel_state, "get_tensor_model_parallel_group", lambda: alone
-    )
     layer = torch.nn.Linear(4, 8, bias=False)
     layer.sequence_parallel = False  # type: ignore[assignment]
     layer.weight.data.fill_(math.nan)
@@ -130,13 +134,10 @@ def scored(head: forward_step.TargetHead, layer: torch.nn.Linear) -> forward_ste
     )
 
 
+@pytest.mark.usefixtures("one_tensor_rank")
 def test_nothing_waits_for_the_device_from_the_model_to_the_end_of_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    monkeypatch.setattr(
-        forward_step.parallel_state, "get_tensor_model_parallel_group", lambda: alone
-    )
     args = SimpleNamespace(
         check_for_nan_in_loss_and_grad=False, seq_length=8, data_parallel_size=1,
         log_throughput=False,
