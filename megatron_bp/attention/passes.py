@@ -18,6 +18,8 @@ from megatron_bp.attention.schedule import Runs
 
 MOST_COVER = 16
 """Evenly spaced runs are added in one pass if a row lies in at most so many of them."""
+FEW_RUNS = 8
+"""So many runs are read by torch.cat, which copies long ones at full bandwidth."""
 
 
 @lru_cache(maxsize=8192)
@@ -45,6 +47,8 @@ def read_rows(x: Tensor, runs: Runs) -> Tensor:
         size, stride = (len(runs.starts), runs.length), (runs.step * row, row)
         offset = x.storage_offset() + runs.first * row
         return x.as_strided((*size, *x.shape[1:]), (*stride, *x.stride()[1:]), offset)
+    if runs.num_problems <= FEW_RUNS:
+        return torch.stack([x[lo : lo + runs.length] for lo in runs.starts.tolist()])
     return x[rows_on(runs, x.device)].unflatten(0, (len(runs.starts), runs.length))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_bp.attention.passes import add_rows, read_problems, read_rows
+from megatron_bp.attention.passes import FEW_RUNS, add_rows, read_problems, read_rows
 from megatron_bp.attention.schedule import Runs, Step
 
 
@@ -46,7 +46,7 @@ class Problems:
         x = read_rows(x_TZNH, self.step.rows)  # [X, Q, Z, N, H]
         if self.step.joined:
             # torch.cat copies a few long runs at full bandwidth, flatten does not.
-            apart = self.step.rows.step > self.step.rows.length and len(x) <= 8
+            apart = self.step.rows.step > self.step.rows.length and len(x) <= FEW_RUNS
             return (torch.cat([*x]) if apart else x.flatten(0, 1)).transpose(0, 1)
         x = x.unflatten(3, (self.num_kv_heads, -1)).permute(2, 1, 3, 0, 4, 5)
         return x.flatten(2, 4)

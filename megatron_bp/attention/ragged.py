@@ -3,7 +3,9 @@
 Both chunks' rows see the keys before the early chunk, and the late chunk's those up to the late
 one. By slab that is two launches, the second of which starts when the late slab has come. Where
 keys are there at once, a kernel that takes a number of keys for each problem needs one launch and
-one merge, and its last wave of tiles is one instead of two (docs/bench/attention.md).
+one merge, and its last wave of tiles is one instead of two. Late rows come first, so that the last
+wave has short tiles: 1 to 2 percent of the launch, which copying its rows does not cost
+(docs/bench/attention.md).
 Pure integers. Specified by tests/attention/test_ragged.py.
 """
 
@@ -17,13 +19,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_bp.attention.contract import NativeKernel
+from megatron_bp.attention.passes import FEW_RUNS
 from megatron_bp.attention.schedule import Pass, Runs, Step
 from megatron_bp.layout.decomposition import KeySpace, Phase
 
 
 @dataclass(frozen=True, eq=False)
 class RaggedStep:
-    """Problem x: the x-th run of rows sees `lengths[x]` clean keys from row `key` on."""
+    """Problem x: the x-th run of rows sees `lengths[x]` clean keys from row `key` on.
+
+    Longer problems come first.
+    """
 
     rows: Runs
     key: int
@@ -48,7 +54,7 @@ class RaggedKernel(NativeKernel, Protocol):
 def together(todo: Pass) -> tuple[Pass, tuple[RaggedStep, ...]]:
     """A forward pass without its launches over the keys before the chunks, and those as one.
 
-    The pass as it is, if it has not exactly two such launches or their rows are not evenly spaced.
+    The pass as it is, if it has not exactly two such launches or their rows are many runs.
     """
     before = [
         (phase, step)
@@ -65,9 +71,11 @@ def together(todo: Pass) -> tuple[Pass, tuple[RaggedStep, ...]]:
         return todo, ()
     length = gcd(first.rows.length, second.rows.length)
     starts = at[::length]
-    if len(starts) < 2 or len(set(np.diff(starts).tolist())) > 1:
+    if not 2 <= len(starts) <= FEW_RUNS:
         return todo, ()
-    lengths = tuple(hi - lo if int(x) in late else mid - lo for x in starts)
+    is_late = np.array([int(x) in late for x in starts])
+    starts = np.concatenate([starts[is_late], starts[~is_late]])
+    lengths = (hi - lo,) * int(is_late.sum()) + (mid - lo,) * int((~is_late).sum())
     rows = Runs(starts, length, False, (np.arange(len(starts)),))
     gone = {id(step) for _, step in before}
     rest = {p: tuple(x for x in steps if id(x) not in gone) for p, steps in todo.steps.items()}

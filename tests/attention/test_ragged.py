@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,8 +61,10 @@ def test_both_chunks_of_a_long_sample_take_one_launch(rank: int, num_views: int)
     todo, ragged = together(forward_pass(replace(LONG, num_views=num_views), rank))
     early, late = 4096 * rank, 4096 * (15 - rank)
     assert [(x.rows.length, x.key, x.lengths) for x in ragged] == [
-        (4096, 0, (early, late) * (1 + num_views))
+        (4096, 0, (late,) * (1 + num_views) + (early,) * (1 + num_views))
     ]
+    chunks = np.arange(2 * (1 + num_views)) * 4096  # early and late in turn
+    assert ragged[0].rows.starts.tolist() == [*chunks[1::2], *chunks[::2]]
     assert not todo.steps[Phase.EARLY]
     assert not todo.steps[Phase.LATE]
 
