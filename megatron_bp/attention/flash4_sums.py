@@ -12,6 +12,7 @@ Source: flash-attn-4 (flash_attn.cute.interface), https://github.com/Dao-AILab/f
 
 import math
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import cutlass.cute as cute  # kernels/flash4.py says what to install
@@ -30,7 +31,8 @@ from flash_attn.cute.utils import AuxData
 from torch import Tensor
 
 from megatron_bp.attention.contract import Window
-from megatron_bp.attention.passes import add_rows, read_rows
+from megatron_bp.attention.operands import KeyLayout, RowLayout, operands, whole
+from megatron_bp.attention.passes import add_rows, pad_rows
 from megatron_bp.attention.problems import KeyValue, add_pieces
 from megatron_bp.attention.sharing import RowGroup, Shared, SharedLaunch, TileRule, Tiles
 from megatron_bp.attention.untile import (
@@ -166,11 +168,11 @@ class Flash4Backward:
         _, samples, heads, size = like_SZMH.shape
         self.shared, self.scale, self.queries_per_key = shared, scale, queries_per_key
         self.num_samples, self.size, self.dtype = samples, size, like_SZMH.dtype
-        self.wide = _whole(size, _head_multiple(size))
+        self.wide = whole(size, _head_multiple(size))
+        # Of dK and dV [2 * Z * X, M, padded * wide].
         self._shapes = [
-            (2, samples, x.runs.num_problems, heads, x.padded * self.wide) for x in shared.keys
+            (2 * samples * x.runs.num_problems, heads, x.padded * self.wide) for x in shared.keys
         ]
-        self.known = torch.empty(0, dtype=torch.float32, device=like_SZMH.device)
         # Only what is begun and not written yet has memory: gigabytes at 128K tokens.
         self.key_sums: dict[int, Tensor] = {}
         self._row_sums: dict[int, Tensor] = {}
@@ -179,14 +181,15 @@ class Flash4Backward:
         """See SharedBackward."""
         samples, length, heads, size = out_ZTNH.shape
         tile = _config(size).m_block_size
-        shape = (2, samples, heads, _whole(length, tile))
+        shape = (2, samples, heads, whole(length, tile))
         self.known = torch.empty(shape, dtype=torch.float32, device=out_ZTNH.device)
+        row_sums, lse = self.known.unbind()
         _bwd_preprocess(
             maybe_contiguous(out_ZTNH),
             maybe_contiguous(dout_ZTNH),
-            self.known[0],
+            row_sums,
             maybe_contiguous(lse_ZNT),
-            self.known[1],
+            lse,
             *(None,) * 4,
             torch2cute_dtype_map[out_ZTNH.dtype],
             size,
@@ -195,7 +198,7 @@ class Flash4Backward:
             fake_mode=False,
             hdim_multiple_of=_head_multiple(size),
         )
-        return self.known[0, ..., :length]
+        return row_sums[..., :length]
 
     def rows(self, group: int, q_BQNH: Tensor, dout_BQNH: Tensor) -> "Flash4Rows":
         """See SharedBackward."""
@@ -206,12 +209,13 @@ class Flash4Backward:
 
     def _begin_keys(self, group: int) -> None:
         """Zeroed sums for the keys of a row group's launches, in one pass."""
-        keys = {x.group for x in self.shared.rows[group].launches} - set(self.key_sums)
-        shapes = [self._shapes[i] for i in sorted(keys)]
+        keys = sorted({x.group for x in self.shared.rows[group].launches} - set(self.key_sums))
+        shapes = [self._shapes[i] for i in keys]
         sizes = [math.prod(shape) for shape in shapes]
-        flat = self.known.new_zeros(sum(sizes)).split(sizes)
-        views = [x.view(shape) for x, shape in zip(flat, shapes, strict=True)]
-        self.key_sums |= zip(sorted(keys), views, strict=True)
+        flat = self.known.new_zeros(sum(sizes))
+        for i, shape, stop in zip(keys, shapes, accumulate(sizes), strict=True):
+            strides = (shape[1] * shape[2], shape[2], 1)
+            self.key_sums[i] = flat.as_strided(shape, strides, stop - math.prod(shape))
 
     def write_rows(self, dq_TZNH: Tensor) -> None:
         """See SharedBackward."""
@@ -235,14 +239,15 @@ class Flash4Backward:
         order = _key_order(self.size)
         found = [(self.key_sums.pop(i), self.shared.keys[i].runs) for i in groups]
         if self.wide == self.size and order.known:
-            tiled = [KeySums(Tiled(x.flatten(0, 2), order), runs) for x, runs in found]
+            tiled = [KeySums(Tiled(x, order), runs) for x, runs in found]
             write_keys(into, tiled, self.scale)
             return
         for sums, runs in found:
             shape = (runs.num_problems, runs.length, *into.k.shape[1:])
             parts = [torch.empty(shape, dtype=self.dtype, device=into.k.device) for _ in range(2)]
+            by_sample = sums.unflatten(0, (2, self.num_samples, -1))
             for sample in range(self.num_samples):
-                for part, x, scale in zip(parts, sums, (self.scale, 1.0), strict=True):
+                for part, x, scale in zip(parts, by_sample, (self.scale, 1.0), strict=True):
                     _round(x[sample], part[:, :, sample], scale, order)
             add_pieces(into, runs, *parts)
 
@@ -253,16 +258,27 @@ class Flash4Rows:
     def __init__(
         self, work: Flash4Backward, group: RowGroup, q_BQNH: Tensor, dout_BQNH: Tensor
     ) -> None:
-        self._work, self._tile = work, group.tile
+        self._work = work
         self._q, self._dout = maybe_contiguous(q_BQNH), maybe_contiguous(dout_BQNH)
         batch, length, heads, size = q_BQNH.shape
-        # Problems of one sample lie so many apart.
-        self._apart = work.num_samples if batch > work.num_samples else 0
         self._tall = group.tile != _config(size).m_block_size
-        padded = _whole(length, group.tile)
+        padded = whole(length, group.tile)
+        self._layout = RowLayout(
+            work.num_samples,
+            batch,
+            heads,
+            size,
+            work.wide,
+            group.tile,
+            padded,
+            self._q.stride(),
+            self._dout.stride(),
+        )
         shape = (batch, heads, padded * work.wide)
         self.sums = torch.zeros(shape, dtype=torch.float32, device=q_BQNH.device)
-        self._row_sum, self._lse = _known(work.known, group, padded)
+        self._known = work.known
+        if group.own:
+            self._known = pad_rows(work.known, group.runs, group.joined, padded, BEYOND)
 
     def launch(self, launch: SharedLaunch, k_SZMH: Tensor, v_SZMH: Tensor) -> None:
         """See SharedRows."""
@@ -273,14 +289,22 @@ class Flash4Rows:
         )
         kernel = _main_kernel(variant)
         k, v = maybe_contiguous(k_SZMH), maybe_contiguous(v_SZMH)
+        group = work.shared.keys[launch.group]
+        keys = KeyLayout(
+            k.shape[2],
+            _config(work.size).n_block_size,
+            group.padded,
+            group.runs.num_problems,
+            k.stride(),
+            v.stride(),
+        )
+        known, key_sums = self._known, work.key_sums[launch.group]
+        tensors = (self._q, k, v, self._dout, known, known, self.sums, key_sums, key_sums)
         none = (None, None, None)
         for sample in range(work.num_samples):
+            views = operands(launch, self._layout, keys, sample)
             kernel(
-                self._rows_of(launch, self._q, sample),
-                *(_keys_of(launch, x, sample) for x in (k, v)),
-                self._rows_of(launch, self._dout, sample),
-                *(self._sums_of(launch, x, sample) for x in (self._lse, self._row_sum, self.sums)),
-                *self._key_sums_of(launch, sample),
+                *[view.of(x) for view, x in zip(views, tensors, strict=True)],
                 work.scale,
                 None,
                 *none,
@@ -291,65 +315,6 @@ class Flash4Rows:
                 None,
                 None,
             )
-
-    def _rows_of(self, launch: SharedLaunch, x_BQNH: Tensor, sample: int) -> Tensor:
-        """A sample's problems, [X, rows, heads, H]."""
-        batch, row, head, _ = x_BQNH.stride()
-        at = x_BQNH.storage_offset() + sample * batch + launch.row * row
-        step = self._apart * batch + launch.row_step * row
-        shape = (launch.num_problems, launch.num_rows, *x_BQNH.shape[2:])
-        return x_BQNH.as_strided(shape, (step, row, head, 1), at)
-
-    def _sums_of(self, launch: SharedLaunch, x: Tensor, sample: int) -> Tensor:
-        """The same rows of LSE, row sums or the buffer of dQ, [X, heads, rows (* H)].
-
-        The last rows' tile may reach beyond them, into the padding.
-        """
-        width = self._work.wide if x is self.sums else 1
-        batch, head, _ = x.stride()
-        step = self._apart * batch + launch.row_step * width
-        num_rows = _whole(launch.num_rows, self._tile)
-        shape = (launch.num_problems, x.shape[1], num_rows * width)
-        at = x.storage_offset() + sample * batch + launch.row * width
-        return x.as_strided(shape, (step, head, 1), at)
-
-    def _key_sums_of(self, launch: SharedLaunch, sample: int) -> list[Tensor]:
-        """The buffers of dK and dV, [X, heads, keys * H]."""
-        work, group, views = self._work, self._work.shared.keys[launch.group], []
-        num_keys = _whole(launch.num_keys, _config(work.size).n_block_size)
-        first, row = divmod(launch.offset, group.padded)
-        runs, rows = divmod(launch.offset_step, group.padded)
-        for x in work.key_sums[launch.group]:
-            batch, run, head, _ = x.stride()
-            step = runs * run + rows * work.wide
-            at = x.storage_offset() + sample * batch + first * run + row * work.wide
-            shape = (launch.num_problems, x.shape[2], num_keys * work.wide)
-            views.append(x.as_strided(shape, (step, head, 1), at))
-        return views
-
-
-def _known(known_ZNT: Tensor, group: RowGroup, padded: int) -> Tensor:
-    """Row sums and LSE [2, B, N, padded] of a group's rows, from those of all local rows."""
-    if not group.own:
-        return known_ZNT
-    found = read_rows(known_ZNT.permute(3, 0, 1, 2), group.runs)  # [X, Q, 2, Z, N]
-    if group.joined:
-        found = found.permute(2, 3, 4, 0, 1).flatten(3)
-    else:
-        found = found.permute(2, 0, 3, 4, 1).flatten(1, 2)
-    shape = (*found.shape[:3], padded)
-    into = torch.empty(shape, dtype=found.dtype, device=found.device)
-    into[..., : found.shape[3]] = found
-    into[..., found.shape[3] :] = BEYOND
-    return into
-
-
-def _keys_of(launch: SharedLaunch, x_SZMH: Tensor, sample: int) -> Tensor:
-    """A sample's problems, [X, keys, heads, H]."""
-    row, to_sample, head, _ = x_SZMH.stride()
-    at = x_SZMH.storage_offset() + launch.key * row + sample * to_sample
-    shape = (launch.num_problems, launch.num_keys, *x_SZMH.shape[2:])
-    return x_SZMH.as_strided(shape, (launch.key_step * row, row, head, 1), at)
 
 
 def _round(wide: Tensor, into: Tensor, scale: float, order: Order) -> None:
@@ -371,11 +336,6 @@ def _round(wide: Tensor, into: Tensor, scale: float, order: Order) -> None:
         fake_mode=False,
         hdim_multiple_of=_head_multiple(size),
     )
-
-
-def _whole(length: int, tile: int) -> int:
-    """`length` rounded up to whole tiles."""
-    return -(-length // tile) * tile
 
 
 def _bounds(window: Window, num_rows: int) -> tuple[bool, Any, Any]:

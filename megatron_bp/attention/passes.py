@@ -4,7 +4,7 @@ On CUDA each is one Triton kernel (triton_passes.py), but for fp64; elsewhere pl
 it computes.
 Everything is computed in fp32 (fp64 for fp64) and written in the dtype of its target.
 Letters: X problems, Q rows of a problem, Z samples, M key/value heads, G query heads a key/value
-head, H head size, T and S target rows. Specified by tests/attention/test_passes.py.
+head, N query heads, H head size, T and S target rows. Specified by tests/attention/test_passes.py.
 """
 
 from functools import lru_cache
@@ -64,6 +64,30 @@ def read_problems(x: Tensor, runs: Runs) -> Tensor:
         shape = (problems * samples, runs.length, *x.shape[2:])
         return x.as_strided(shape, (outer, row, *inner), x.storage_offset() + runs.first * row)
     return read_rows(x, runs).transpose(1, 2).flatten(0, 1)
+
+
+def pad_rows(x_CZNT: Tensor, runs: Runs, joined: bool, num_rows: int, beyond: float) -> Tensor:
+    """Columns of x that are in the runs, as [C, B, N, num_rows], filled up with `beyond`.
+
+    B is X * Z, samples of a problem together, or Z if the problems are `joined` to one.
+    """
+    parts, samples, heads, _ = x_CZNT.shape
+    batch = samples if joined else samples * runs.num_problems
+    into = torch.empty((parts, batch, heads, num_rows), dtype=x_CZNT.dtype, device=x_CZNT.device)
+    if _has_kernels(x_CZNT):
+        from megatron_bp.attention import triton_passes
+
+        starts, length = starts_on(runs, x_CZNT.device), runs.length
+        triton_passes.pad_rows(x_CZNT, starts, length, into, beyond, joined=joined)
+        return into
+    found = read_rows(x_CZNT.permute(3, 0, 1, 2), runs)  # [X, Q, C, Z, N]
+    if joined:
+        found = found.permute(2, 3, 4, 0, 1).flatten(3)
+    else:
+        found = found.permute(2, 0, 3, 4, 1).flatten(1, 2)
+    into[..., : found.shape[3]] = found
+    into[..., found.shape[3] :] = beyond
+    return into
 
 
 def in_one(pair_SZMH: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

@@ -94,9 +94,24 @@ def check_add(name: str, store: bool, device: str, packed: bool) -> None:
         torch.testing.assert_close(target, expected, rtol=1e-6, atol=1e-6)
 
 
+def check_pad(name: str, joined: bool, device: str) -> None:
+    """pad_rows, column by column."""
+    runs = runs_of(name, store=False)
+    x = random(2, SAMPLES, KV_HEADS, ROWS, seed=8, device=device)
+    length = runs.length * (runs.num_problems if joined else 1)
+    got = passes.pad_rows(x, runs, joined, length + 3, 1e30)
+    found = [x[..., int(start) : int(start) + runs.length] for start in runs.starts]
+    want = torch.cat(found, 3) if joined else torch.stack(found, 1).flatten(1, 2)
+    assert torch.equal(got[..., :length], want)
+    assert (got[..., length:] == 1e30).all()
+    assert got.shape == (*want.shape[:3], length + 3)
+
+
 def check_all(device: str) -> None:
     """Every case on `device`."""
     for name in CASES:
+        for joined in (False, True):
+            check_pad(name, joined, device)
         for store in (False, True):
             if store and "overlapping" in name:
                 continue  # overlapping runs never store
@@ -167,7 +182,14 @@ def _interpret() -> None:
         for members in passes.rounds_on(runs, starts.device):
             triton_passes.add_rows(targets, starts, members, values, store=runs.store)
 
-    passes.merge_rows, passes.add_rows = merge_rows, add_rows
+    def pad_rows(x: Tensor, runs: Runs, joined: bool, num_rows: int, beyond: float) -> Tensor:
+        batch = SAMPLES * (1 if joined else runs.num_problems)
+        into = torch.full((len(x), batch, x.shape[2], num_rows), float("nan"))
+        starts = passes.starts_on(runs, x.device)
+        triton_passes.pad_rows(x, starts, runs.length, into, beyond, joined=joined)
+        return into
+
+    passes.merge_rows, passes.add_rows, passes.pad_rows = merge_rows, add_rows, pad_rows
     check_all("cpu")
 
 
