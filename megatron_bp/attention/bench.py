@@ -22,6 +22,7 @@ from megatron_bp.attention.contract import (
     Saved,
     Strategy,
     Window,
+    forward_heads,
     lse_dtype,
 )
 from megatron_bp.attention.interval import IntervalRun, interval_mask
@@ -165,7 +166,8 @@ class Layer:
             mask = interval_mask(self.case.plan, 0, x.q.device)
             return IntervalRun(kernel, scale, mask).forward(x.q, x.keys)
         assert isinstance(kernel, NativeKernel)
-        whole = make_schedule(self.case.plan, False, kernel.caps.cut).forward
+        heads = forward_heads(kernel.caps, x.q, x.keys[0].k)
+        whole = make_schedule(self.case.plan, False, kernel.caps.cut, heads).forward
         todo, ragged = together(whole) if isinstance(kernel, RaggedKernel) else (whole, ())
         partial, run = empty_partial(x.q, todo), self._run(kernel)
         queue = queue_on(x.q.device, run.beside)

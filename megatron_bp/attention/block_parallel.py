@@ -22,6 +22,7 @@ from megatron_bp.attention.contract import (
     KernelNeed,
     NativeKernel,
     Strategy,
+    forward_heads,
     lse_dtype,
 )
 from megatron_bp.attention.interval import IntervalRun, interval_mask
@@ -98,7 +99,7 @@ def block_parallel_attention(
         sliding=plan.request.window > 0,
     )
     kernel = choose_kernel(options.kernel, need)
-    call = _Call(plan, groups, options, kernel, slot)
+    call = _Call(plan, groups, options, kernel, slot, forward_heads(kernel.caps, q, k))
     if slot.is_first_run:
         partial, keys = _attend(q, k, v, call)
         slot.keeper.put(slot.layer, tuple(partial), keys)
@@ -134,6 +135,7 @@ class _Call:
     options: AttentionOptions
     kernel: AttentionKernel
     slot: Slot
+    forward_heads: int
 
     @property
     def first_row(self) -> int:
@@ -141,7 +143,8 @@ class _Call:
 
     @property
     def schedule(self) -> Schedule:
-        return make_schedule(self.plan, self.options.corrupted_only, self.kernel.caps.cut)
+        cut, only = self.kernel.caps.cut, self.options.corrupted_only
+        return make_schedule(self.plan, only, cut, self.forward_heads)
 
     @property
     def forward(self) -> tuple[Pass, tuple[RaggedStep, ...]]:

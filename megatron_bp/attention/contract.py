@@ -69,7 +69,8 @@ class KernelCaps:
 
     `min_arch` is the lowest CUDA compute capability (major * 10 + minor), 0 where it does not
     apply; `max_arch` the highest. `writes` says that the kernel is also a WritingKernel.
-    `cut` says which launches suit it.
+    `cut` says which launches suit it, `packs_heads` that rows of a forward tile are those of all
+    query heads of a key head.
     """
 
     strategies: frozenset[Strategy]
@@ -84,6 +85,7 @@ class KernelCaps:
     max_arch: int = 999
     writes: bool = False
     cut: Cut = Cut.CHUNK
+    packs_heads: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,15 @@ class KernelNeed:
     deterministic: bool = False
     arch: int = 0
     sliding: bool = False
+
+
+def forward_heads(caps: KernelCaps, q_TZNH: Tensor, k_TZMH: Tensor) -> int:
+    """Query heads that a row of a forward tile is one of, for launches made to fit tiles.
+
+    1 for several samples: the keys of many problems are then no view.
+    """
+    packs = caps.packs_heads and q_TZNH.shape[1] == 1
+    return q_TZNH.shape[2] // k_TZMH.shape[2] if packs else 1
 
 
 def missing(caps: KernelCaps, need: KernelNeed) -> list[str]:

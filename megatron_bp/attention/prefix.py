@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_bp.attention.contract import Cut
-from megatron_bp.attention.windows import merge_alike, window_launches
+from megatron_bp.attention.windows import TILE, by_block, later_together, merge_alike
 from megatron_bp.layout.blocks import BlockTable
 from megatron_bp.layout.decomposition import (
     Availability,
@@ -42,10 +42,13 @@ class _Before(NamedTuple):
     chunk_start: int
 
 
-def native_launches(plan: RankPlan, corrupted_only: bool, cut: Cut) -> tuple[Launch, ...]:
+def native_launches(
+    plan: RankPlan, corrupted_only: bool, cut: Cut, heads: int = 1
+) -> tuple[Launch, ...]:
     """Launches that cover what `plan.launches` cover, large ones first within a phase.
 
-    With `corrupted_only`, those of corrupted rows alone.
+    With `corrupted_only`, those of corrupted rows alone. A row of a kernel's tile is one of `heads`
+    query heads.
     """
     if cut is not Cut.PLAN and not plan.request.window:
         launches = _by_chunk(plan, corrupted_only)
@@ -54,11 +57,32 @@ def native_launches(plan: RankPlan, corrupted_only: bool, cut: Cut) -> tuple[Lau
     else:
         launches = list(plan.corrupted_launches if corrupted_only else plan.launches)
     if plan.request.window:
-        launches = window_launches(plan, launches)
+        launches = _windowed(plan, launches, heads)
     launches = [part for launch in launches for part in _evenly_spaced(launch)]
-    return tuple(
-        sorted(launches, key=lambda x: (x.ready, -x.num_problems * x.num_rows, x.num_problems))
-    )
+    return tuple(sorted(launches, key=_size))
+
+
+def _size(launch: Launch) -> tuple[int, ...]:
+    """What launches of a pass are ordered by. A kernel of small problems merges as it writes."""
+    rows = launch.num_problems * launch.num_rows
+    return launch.ready, _is_small(launch), -rows, launch.num_problems
+
+
+def _windowed(plan: RankPlan, launches: list[Launch], heads: int) -> list[Launch]:
+    """The launches under a window, by block where blocks (of `heads` heads) fill tiles."""
+    size = plan.request.block_size
+    if size < TILE and (size * heads) % TILE:
+        return later_together(launches)
+    found = by_block(plan, launches)
+    if size >= TILE:
+        return found
+    parts = [part for launch in found for part in _evenly_spaced(launch)]
+    # Blocks at the start of a document see fewer keys, each its own number; and keys of many small
+    # blocks must be views.
+    if len(parts) > MOST_LAUNCHES or not all(_is_small(x) or _is_even(x) for x in parts):
+        return later_together(launches)
+    last = max((x.ready for x in found), default=Phase.LOCAL)
+    return [replace(x, ready=last) if _is_small(x) else x for x in parts]
 
 
 def _by_chunk(plan: RankPlan, corrupted_only: bool) -> list[Launch]:
@@ -194,18 +218,28 @@ def shares_keys(launch: Launch) -> bool:
 
 MOST_PARTS = 4
 """A launch is cut into evenly spaced ones only if few come out; more launches cost more time."""
+MOST_LAUNCHES = 8
+"""Small blocks under a window become problems of their own only if few launches come out."""
 SMALL = 64
 """Problems of at most so many rows and keys may lie anywhere: a kernel of our own runs them."""
+
+
+def _jumps(launch: Launch) -> NDArray[np.int64]:
+    """Problems at which the distance of rows or keys changes."""
+    columns = np.stack([launch.rows, *(run.starts for run in launch.keys)])
+    return np.flatnonzero((np.diff(columns, n=2) != 0).any(0)) + 1
+
+
+def _is_even(launch: Launch) -> bool:
+    return not len(_jumps(launch))
 
 
 def _evenly_spaced(launch: Launch) -> list[Launch]:
     """The launch, cut so that rows and keys of each part are evenly spaced and need no gather."""
     if _is_small(launch):
         return [launch]
-    columns = np.stack([launch.rows, *(run.starts for run in launch.keys)])
-    jumps = np.flatnonzero((np.diff(columns, n=2) != 0).any(0)) + 1
     cuts: list[int] = []
-    for jump in jumps:  # an uneven step shows at both of its ends
+    for jump in _jumps(launch):  # an uneven step shows at both of its ends
         if not cuts or jump > cuts[-1]:
             cuts.append(int(jump) + 1)
     edges = [0, *cuts, launch.num_problems]

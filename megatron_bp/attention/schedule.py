@@ -144,12 +144,18 @@ class Schedule:
 
 
 @lru_cache(maxsize=64)
-def make_schedule(plan: RankPlan, corrupted_only: bool, cut: Cut) -> Schedule:
-    """The schedule of `plan` for a kernel that `cut` suits; backward runs the slabs in reverse."""
+def make_schedule(
+    plan: RankPlan, corrupted_only: bool, cut: Cut, forward_heads: int = 1
+) -> Schedule:
+    """The schedule of `plan` for a kernel that `cut` suits; backward runs the slabs in reverse.
+
+    A row of the kernel's tile is one of `forward_heads` query heads in forward.
+    """
+    forward = native_launches(plan, corrupted_only, cut, forward_heads)
     launches = native_launches(plan, corrupted_only, cut)
     first_row = plan.rows.num_clean if corrupted_only else 0
     return Schedule(
-        forward=_make_pass(plan, first_row, [(x.ready, x) for x in launches]),
+        forward=_make_pass(plan, first_row, [(x.ready, x) for x in forward]),
         backward=_make_pass(
             plan, first_row, [(x.slab, x) for x in _backward_order(plan, launches)]
         ),

@@ -2,7 +2,8 @@
 
 All rows of a block see the same clean keys, those of the window before the block. If a block fills
 a kernel's tile that is one unmasked problem a block, and another one for the block itself: nothing
-is masked, at the price of reading each key for every block whose window holds it. Small blocks keep
+is masked, at the price of reading each key for every block whose window holds it. A forward kernel
+may fill its tile with all query heads of a key head (`KernelCaps.packs_heads`). Small blocks keep
 the plan's shifted launches, which read a key once. Specified by tests/attention/test_prefix.py.
 """
 
@@ -33,14 +34,8 @@ class _Problem(NamedTuple):
     right: int
 
 
-def window_launches(plan: RankPlan, launches: list[Launch], tile: int = TILE) -> list[Launch]:
-    """Launches that cover what `launches` (some of the plan's) cover, for tiles of `tile` rows."""
-    if plan.request.block_size >= tile:
-        return _by_block(plan, launches)
-    return _later_together(launches)
-
-
-def _by_block(plan: RankPlan, launches: list[Launch]) -> list[Launch]:
+def by_block(plan: RankPlan, launches: list[Launch]) -> list[Launch]:
+    """Launches of whole blocks that cover what `launches` (some of the plan's) cover."""
     by_token = plan.request.clean_rule is CleanRule.TOKEN_CAUSAL
     num_clean, clean_too = plan.rows.num_clean, False
     found = []
@@ -99,7 +94,7 @@ def _launch(plan: RankPlan, members: list[_Problem], ready: Phase, slab: Phase) 
     )
 
 
-def _later_together(launches: list[Launch]) -> list[Launch]:
+def later_together(launches: list[Launch]) -> list[Launch]:
     """The launches, with problems of one shape in one launch at the last phase.
 
     Near and far ends of a block's window become launches of the same blocks, so that one kernel

@@ -1,15 +1,17 @@
 """The launches of the `native` strategy cover what the plan covers, when keys are there."""
 
+import math
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_bp.attention.contract import Cut
 from megatron_bp.attention.prefix import native_launches
-from megatron_bp.attention.windows import window_launches
+from megatron_bp.attention.windows import TILE, by_block
 from megatron_bp.layout.decomposition import KeySpace, Launch, Phase
 from megatron_bp.layout.plan import PlanRequest, RankPlan, make_plan
 from tests.layout.test_decomposition import coverage, requests
@@ -20,11 +22,12 @@ from tests.layout.test_decomposition import coverage, requests
 def test_launches_cover_every_allowed_pair_once_and_no_other(request: PlanRequest) -> None:
     for rank in range(request.num_ranks):
         plan = make_plan(request, rank)
-        for corrupted_only, cut in product((False, True), Cut):
+        heads = (1, TILE // math.gcd(TILE, request.block_size))
+        for corrupted_only, cut, many in product((False, True), Cut, heads):
             want = coverage(plan)
             if corrupted_only:
                 want[: plan.rows.num_clean] = 0
-            mine = replace(plan, launches=native_launches(plan, corrupted_only, cut))
+            mine = replace(plan, launches=native_launches(plan, corrupted_only, cut, many))
             np.testing.assert_array_equal(coverage(mine), want)
 
 
@@ -36,7 +39,7 @@ def test_problems_of_whole_blocks_cover_the_same_pairs(request: PlanRequest) -> 
         plan = make_plan(request, rank)
         for launches in (plan.launches, plan.corrupted_launches):
             want = coverage(replace(plan, launches=launches))
-            mine = tuple(window_launches(plan, list(launches), tile=1))
+            mine = tuple(by_block(plan, list(launches)))
             np.testing.assert_array_equal(coverage(replace(plan, launches=mine)), want)
 
 
@@ -64,7 +67,7 @@ def test_launches_wait_for_their_keys_and_gradients_for_their_launches(
         windowed = not hasattr(plan.exchange, "slabs")
         launches = list(native_launches(plan, False, cut))
         if request.window:
-            launches += window_launches(plan, list(plan.launches), tile=1)
+            launches += by_block(plan, list(plan.launches))
         for launch in launches:
             every, remote = key_slabs(plan, launch)
             if windowed:
@@ -105,3 +108,25 @@ def test_the_blocks_of_both_chunks_are_one_launch_where_squares_are() -> None:
         assert len(around) == num_launches
         rows = np.concatenate([x.rows for x in around])
         assert len(set(rows.tolist())) == len(rows) == 14  # each chunk's first sees no block before
+
+
+WINDOWED = PlanRequest(length=2**15, block_size=32, num_ranks=8, num_clean_shards=8, window=1024)
+
+
+def test_blocks_whose_heads_fill_a_tile_see_their_window_unmasked() -> None:
+    plan = make_plan(WINDOWED, 3)
+    clean, *windows, own = native_launches(plan, False, Cut.CHUNKS, heads=4)
+    assert (clean.left, clean.num_rows) == (1023, 2048)
+    assert [(x.num_rows, x.num_keys, x.left, x.right) for x in windows] == [(32, 1023, -1, -1)] * 2
+    assert sum(x.num_problems for x in windows) == plan.rows.num_corrupted // 32
+    assert [x.space for x in own.keys] == [KeySpace.OWN]
+    assert own.ready == max(x.ready for x in windows)  # after them, to be merged as it is written
+
+
+@pytest.mark.parametrize(("rank", "heads"), [(3, 1), (3, 2), (3, 3), (3, 6), (0, 4)])
+def test_other_small_blocks_keep_the_shifted_launches(rank: int, heads: int) -> None:
+    """Blocks that fill no tile or part of one, and those at the start of a sample (rank 0), where
+    each sees more keys than the one before."""
+    plan = make_plan(WINDOWED, rank)
+    lefts = {x.left for x in native_launches(plan, False, Cut.CHUNKS, heads) if x.num_keys > 96}
+    assert lefts == {1023, 1023 - 32}

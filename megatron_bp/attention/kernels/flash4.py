@@ -114,6 +114,7 @@ class Flash4Kernel:
         max_arch=99,
         writes=True,
         cut=Cut.CHUNKS,
+        packs_heads=True,
     )
 
     def forward(
