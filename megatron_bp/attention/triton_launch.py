@@ -1,8 +1,9 @@
 """Starts Triton kernels without analysing their arguments every time.
 
 `kernel[grid](...)` looks at every argument to find the compiled kernel: most of what a launch costs
-the CPU. The layers of a model start the same launches in every step, so here all numbers together
-say which compiled kernel it is, and tensors are passed as addresses.
+the CPU. The layers of a model start the same launches in every step, so here a `Launch` is made
+once for tensors that lie alike: it knows all numbers and the compiled kernel, and tensors are
+passed as addresses.
 Specified by tests/attention/test_triton_launch.py; compiled, by test_gpu_passes.py.
 """
 
@@ -52,6 +53,50 @@ class Resources(NamedTuple):
         return {**options, "maxnreg": self.registers} if self.registers else options
 
 
+USUAL = Resources()
+
+
+class Launch:
+    """A kernel with its grid and all its arguments but the tensors, to be started many times.
+
+    The kernel's parameters are the tensors, the numbers and the constants (tl.constexpr), in that
+    order. For tensors of other dtypes or on another device the compiled kernel is looked for again,
+    and compiled if Triton would.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: Grid,
+        numbers: Numbers,
+        constants: tuple[int, ...],
+        resources: Resources = USUAL,
+    ) -> None:
+        self._kernel, self._grid = kernel, grid
+        self._rest = (*numbers, *constants)
+        self._options = resources.options()
+        self._is_compiled = isinstance(kernel, triton.JITFunction)
+        self._found: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+    def start(self, tensors: tuple[Tensor, ...]) -> None:
+        """Runs the kernel on the current device and stream."""
+        if self._is_compiled:
+            pointers = [x.data_ptr() for x in tensors]
+            if not any([pointer % ALIGNED for pointer in pointers]):
+                kind = (tensors[0].device.index, *[x.dtype for x in tensors])
+                run = self._found.get(kind) or self._find(kind)
+                run(*pointers, *self._rest)
+                return
+        self._kernel[self._grid](*tensors, *self._rest, **self._options)
+
+    def _find(self, kind: tuple[Any, ...]) -> Callable[..., None]:
+        """The compiled kernel, to be called with addresses, numbers and constants."""
+        _, *dtypes = kind  # the device is of the key only: a kernel is loaded for the current one
+        compiled = self._kernel.warmup(*dtypes, *self._rest, grid=self._grid, **self._options)
+        self._found[kind] = compiled[self._grid]
+        return self._found[kind]
+
+
 def launch(
     kernel: Any,
     grid: Grid,
@@ -60,29 +105,8 @@ def launch(
     constants: tuple[int, ...],
     resources: Resources,
 ) -> None:
-    """Runs `kernel` on the current device and stream.
-
-    Its parameters are the tensors, the numbers and the constants (tl.constexpr), in that order. A
-    new value of any number looks for its kernel again, and compiles one if Triton would.
-    """
-    if isinstance(kernel, triton.JITFunction):
-        pointers = [x.data_ptr() for x in tensors]
-        if not any(pointer % ALIGNED for pointer in pointers):
-            key = (grid, tuple([x.dtype for x in tensors]), numbers, constants, resources)
-            _compiled(kernel, tensors[0].device.index, key)(*pointers, *numbers, *constants)
-            return
-    kernel[grid](*tensors, *numbers, *constants, **resources.options())
+    """Starts the `Launch` of these arguments."""
+    _made(kernel, grid, numbers, constants, resources).start(tensors)
 
 
-@lru_cache(maxsize=4096)
-def _compiled(
-    kernel: Any,
-    device: int,
-    key: tuple[Grid, tuple[torch.dtype, ...], Numbers, tuple[int, ...], Resources],
-) -> Callable[..., None]:
-    """The compiled kernel, to be called with addresses, numbers and constants."""
-    del device  # of the key only: a kernel is loaded for the current device
-    grid, dtypes, numbers, constants, resources = key
-    compiled = kernel.warmup(*dtypes, *numbers, *constants, grid=grid, **resources.options())
-    run: Callable[..., None] = compiled[grid]
-    return run
+_made = lru_cache(maxsize=4096)(Launch)

@@ -4,11 +4,15 @@ Knows strides and dtypes, no plan. Letters as in passes.py; W is a run of contig
 Specified by tests/attention/test_passes.py (interpreted on CPU) and test_gpu_passes.py.
 """
 
+from functools import lru_cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_bp.attention.triton_launch import Resources, ceil_div, launch, padded_size
+from megatron_bp.attention.triton_launch import Launch, ceil_div, padded_size
+
+Strides = tuple[tuple[int, ...], ...]
 
 
 @triton.jit
@@ -86,22 +90,23 @@ def merge_rows(
     store: bool,
 ) -> None:
     """See passes.merge_rows; `starts` int64 [X] are the first rows of the problems."""
-    problems, rows, samples, kv_heads, group, size = part_XQZMGH.shape
-    out_at, part_at = out_TZNH.stride(), part_XQZMGH.stride()
-    assert out_at[3] == part_at[5] == 1, "head elements must be contiguous"
-    padded = padded_size(size)
-    num_heads = kv_heads * group
+    strides = out_TZNH.stride(), lse_TZN.stride(), part_XQZMGH.stride(), lse_XQZMG.stride()
+    tensors = (out_TZNH, lse_TZN, starts, part_XQZMGH, lse_XQZMG)
+    _merge(part_XQZMGH.shape, strides, store).start(tensors)
+
+
+@lru_cache(maxsize=1024)
+def _merge(shape: tuple[int, ...], strides: Strides, store: bool) -> Launch:
+    problems, rows, samples, kv_heads, group, size = shape
+    out, lse, part, part_lse = strides
+    assert out[3] == part[5] == 1, "head elements must be contiguous"
+    padded, num_heads = padded_size(size), kv_heads * group
     heads = min(padded_size(num_heads), max(1, 4096 // padded))
-    launch(
+    return Launch(
         _merge_kernel,
         (problems * rows, samples, ceil_div(num_heads, heads)),
-        (out_TZNH, lse_TZN, starts, part_XQZMGH, lse_XQZMG),
-        (
-            *(rows, num_heads, group, size),
-            *(*out_at[:3], *lse_TZN.stride(), *part_at[:5], *lse_XQZMG.stride()),
-        ),
+        (rows, num_heads, group, size, *out[:3], *lse, *part[:5], *part_lse),
         (store, heads, padded),
-        Resources(),
     )
 
 
@@ -157,17 +162,21 @@ def add_rows(
     store: bool,
 ) -> None:
     """See passes.add_rows; adds the problems `members` int64, whose runs must not overlap."""
-    values = _same_strides(values_XQZMW)
-    heads, width, to, source = _collapsed(targets_SZMW, values)
-    rows, samples = values[0].shape[1:3]
+    values, strides = _alike(targets_SZMW, values_XQZMW)
+    tensors = (targets_SZMW[0], targets_SZMW[-1], starts, members, values[0], values[-1])
+    _add(len(members), values[0].shape, strides, len(targets_SZMW) == 2, store).start(tensors)
+
+
+@lru_cache(maxsize=1024)
+def _add(members: int, shape: tuple[int, ...], strides: Strides, both: bool, store: bool) -> Launch:
+    heads, width, to, source = _collapsed(shape, *strides)
+    rows, samples = shape[1:3]
     block = min(padded_size(width), 2048)
-    launch(
+    return Launch(
         _add_kernel,
-        (len(members) * rows, samples * heads, ceil_div(width, block)),
-        (targets_SZMW[0], targets_SZMW[-1], starts, members, values[0], values[-1]),
+        (members * rows, samples * heads, ceil_div(width, block)),
         (rows, heads, width, *to, *source),
-        (store, len(targets_SZMW) == 2, block),
-        Resources(),
+        (store, both, block),
     )
 
 
@@ -240,20 +249,26 @@ def sum_rows(
 
     Every row of the targets is read and written once, however many problems it gets values from.
     """
-    values = _same_strides(values_XQZMW)
-    heads, width, to, source = _collapsed(targets_SZMW, values)
-    problems, length, samples = values[0].shape[:3]
+    values, strides = _alike(targets_SZMW, values_XQZMW)
+    tensors = (targets_SZMW[0], targets_SZMW[-1], values[0], values[-1])
+    _sum(spacing, values[0].shape, strides, len(targets_SZMW) == 2, store).start(tensors)
+
+
+@lru_cache(maxsize=1024)
+def _sum(
+    spacing: tuple[int, int], shape: tuple[int, ...], strides: Strides, both: bool, store: bool
+) -> Launch:
+    heads, width, to, source = _collapsed(shape, *strides)
+    problems, length, samples = shape[:3]
     start, step = spacing
     num_rows = (problems - 1) * step + length
     block = min(padded_size(width), 1024)
     rows = min(max(4096 // block, 1), 16)
-    launch(
+    return Launch(
         _sum_kernel,
         (ceil_div(num_rows, rows), samples * heads, ceil_div(width, block)),
-        (targets_SZMW[0], targets_SZMW[-1], values[0], values[-1]),
         (start, step, length, problems, num_rows, heads, width, *to, *source),
-        (store, len(targets_SZMW) == 2, ceil_div(length, step), rows, block),
-        Resources(),
+        (store, both, ceil_div(length, step), rows, block),
     )
 
 
@@ -295,36 +310,50 @@ def pad_rows(
 ) -> None:
     """See passes.pad_rows; `starts` int64 [X] are the first columns of the runs."""
     assert x_CZNT.is_contiguous(), "columns must be contiguous"
-    (parts, samples, heads, columns), (_, batch, _, num_rows) = x_CZNT.shape, into.shape
+    launch = _pad(x_CZNT.shape, length, len(starts), into.shape, beyond, joined)
+    launch.start((x_CZNT, starts, into))
+
+
+@lru_cache(maxsize=1024)
+def _pad(
+    shape: tuple[int, ...],
+    length: int,
+    problems: int,
+    into: tuple[int, ...],
+    beyond: float,
+    joined: bool,
+) -> Launch:
+    (parts, samples, heads, columns), (_, batch, _, num_rows) = shape, into
     rows = min(padded_size(num_rows), 1024)
-    launch(
+    return Launch(
         _pad_kernel,
         (ceil_div(num_rows, rows), parts * batch * heads, 1),
-        (x_CZNT, starts, into),
-        (length, len(starts), samples, heads, columns, num_rows, beyond),
+        (length, problems, samples, heads, columns, num_rows, beyond),
         (joined, rows),
-        Resources(),
     )
 
 
-def _same_strides(values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    strides = [x.stride() for x in values]
-    if strides[0] == strides[-1] and strides[0][-1] == 1:
-        return values
-    return tuple(x.contiguous() for x in values)
+def _alike(
+    targets: tuple[Tensor, ...], values: tuple[Tensor, ...]
+) -> tuple[tuple[Tensor, ...], Strides]:
+    """Values of one layout, copied if they have not, and the strides of targets and values."""
+    to, source = targets[0].stride(), values[0].stride()
+    assert targets[-1].stride() == to, "targets must share a layout"
+    if source != values[-1].stride() or source[-1] != 1:
+        values = tuple(x.contiguous() for x in values)
+        source = values[0].stride()
+    return values, (to, source)
 
 
 def _collapsed(
-    targets: tuple[Tensor, ...], values: tuple[Tensor, ...]
+    shape: tuple[int, ...], to: tuple[int, ...], source: tuple[int, ...]
 ) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
     """Heads, elements of each, and strides of targets [S, Z, M, W] and values [X, Q, Z, M, W].
 
     Heads that lie beside one another in targets and values count as one.
     """
-    to, source = targets[0].stride(), values[0].stride()
-    assert targets[-1].stride() == to, "targets must share a layout"
     assert to[3] == source[4] == 1, "the last dim must be contiguous"
-    heads, width = values[0].shape[3:]
+    heads, width = shape[3:]
     if to[2] == source[3] == width:
         heads, width = 1, heads * width
     return heads, width, to[:3], source[:4]

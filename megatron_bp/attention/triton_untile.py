@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_bp.attention.passes import MOST_COVER, rounds_on, starts_on
 from megatron_bp.attention.problems import KeyValue
 from megatron_bp.attention.schedule import Runs
-from megatron_bp.attention.triton_launch import Resources, ceil_div, launch, padded_size
+from megatron_bp.attention.triton_launch import Launch, ceil_div, padded_size
 from megatron_bp.attention.triton_untile_kernels import keys_kernel, rows_kernel
 from megatron_bp.attention.untile import SLAB, KeySums, Order, RowSums
 
@@ -25,22 +26,59 @@ MOST_HOMES = 4
 """Runs that are written one by one if other sums lie in them."""
 
 
+class _Sums(NamedTuple):
+    """How sums lie: as RowSums and KeySums (never joined), with the strides of their memory."""
+
+    runs: Runs
+    order: Order
+    strides: tuple[int, ...]
+    joined: bool = False
+
+
+class _Target(NamedTuple):
+    """Shape and strides of rows [T, Z, N, H], and where they are."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    device: torch.device
+
+
+class _Write(NamedTuple):
+    """A launch, the row numbers that it reads, and which of the sums it takes."""
+
+    launch: Launch
+    numbers: tuple[Tensor, ...]
+    which: tuple[int, ...]
+
+
 def write_rows(dq_TZNH: Tensor, sums: Sequence[RowSums], scale: float) -> None:
     """See untile.write_rows."""
-    left = list(sums)
+    lie = tuple([_Sums(x.runs, x.tiled.order, x.tiled.sums.stride(), x.joined) for x in sums])
+    into = _Target(dq_TZNH.shape, dq_TZNH.stride(), dq_TZNH.device)
+    for launch, numbers, which in _row_writes(into, lie, scale):
+        launch.start((dq_TZNH, *numbers, *[sums[i].tiled.sums for i in which]))
+
+
+@lru_cache(maxsize=1024)
+def _row_writes(into: _Target, sums: tuple[_Sums, ...], scale: float) -> tuple[_Write, ...]:
+    left, found = list(range(len(sums))), []
     while left:
         first = left.pop(0)
-        extra: list[RowSums] = []
-        while left and len(extra) < MOST_EXTRA and _in_one_pass(first, left[0], len(dq_TZNH)):
-            if extra and left[0].tiled.order != extra[0].tiled.order:
+        extra: list[int] = []
+        while left and len(extra) < MOST_EXTRA:
+            other = sums[left[0]]
+            if not _in_one_pass(sums[first], other, into.shape[0]):
+                break
+            if extra and other.order != sums[extra[0]].order:
                 break
             extra.append(left.pop(0))
-        _write_rows(dq_TZNH, first, extra, scale)
+        found.append(_row_write(into, sums, (first, *extra), scale))
+    return tuple(found)
 
 
-def _in_one_pass(first: RowSums, other: RowSums, num_rows: int) -> bool:
+def _in_one_pass(first: _Sums, other: _Sums, num_rows: int) -> bool:
     """Whether slabs of `first`, which has all rows, are slabs of `other` too."""
-    runs, orders = other.runs, {first.tiled.order, other.tiled.order}
+    runs, orders = other.runs, {first.order, other.order}
     if first.joined or not first.runs.store or first.runs.length != num_rows:
         return False
     if len(orders) > 1 and any(_width(x) != x.size for x in orders):
@@ -49,32 +87,36 @@ def _in_one_pass(first: RowSums, other: RowSums, num_rows: int) -> bool:
     return apart and not runs.first % SLAB and not (other.joined and runs.length % SLAB)
 
 
-def _write_rows(dq: Tensor, first: RowSums, extra: list[RowSums], scale: float) -> None:
-    (tiled, runs, joined), (_, samples, heads, _) = first, dq.shape
-    assert dq.stride(3) == 1, "head elements must be contiguous"
+def _row_write(
+    into: _Target, sums: tuple[_Sums, ...], which: tuple[int, ...], scale: float
+) -> _Write:
+    """The first of `which` sums, and the others added."""
+    first, *extra = which
+    (runs, order, _, joined), (_, samples, heads, _) = sums[first], into.shape
+    assert into.strides[3] == 1, "head elements must be contiguous"
     assert len(runs.rounds) == 1, "rows of a launch must not overlap"
     problems = 1 if joined else runs.num_problems
     num_rows = runs.length * (runs.num_problems // problems)
-    numbers = [scale, heads, *dq.stride()[:3], num_rows, runs.length, *_strides(first, samples)]
+    numbers = [scale, heads, *into.strides[:3], num_rows, runs.length]
+    numbers += _strides(sums[first], samples)
     others = (extra * MOST_EXTRA or [first] * MOST_EXTRA)[:MOST_EXTRA]
-    for x in others:
+    for x in [sums[i] for i in others]:
         joins = x.runs.length if x.joined else 0
         numbers += [x.runs.first, max(x.runs.step, 1), x.runs.num_problems, x.runs.length, joins]
         numbers += _strides(x, samples)
-    slabs, order = _slabs_of(tiled.order), others[0].tiled.order
-    launch(
+    slabs = _slabs_of(order)
+    launch = Launch(
         rows_kernel,
         (ceil_div(num_rows, SLAB * slabs), samples * heads, problems),
-        (dq, starts_on(runs, dq.device), *(x.tiled.sums for x in (first, *others))),
         tuple(numbers),
-        (runs.store, len(extra), *_shape(tiled.order), *_shape(order)[1:], slabs),
-        Resources(),
+        (runs.store, len(extra), *_shape(order), *_shape(sums[others[0]].order)[1:], slabs),
     )
+    return _Write(launch, (starts_on(runs, into.device),), (first, *others))
 
 
-def _strides(x: RowSums, num_samples: int) -> tuple[int, int, int]:
+def _strides(x: _Sums, num_samples: int) -> tuple[int, int, int]:
     """From problem to problem, sample to sample, head to head."""
-    batch, head, _ = x.tiled.sums.stride()
+    batch, head, _ = x.strides
     return (0 if x.joined else num_samples * batch), batch, head
 
 
@@ -91,27 +133,38 @@ class _Part(NamedTuple):
 
 def write_keys(into: KeyValue, sums: Sequence[KeySums], scale: float) -> None:
     """See untile.write_keys."""
-    left, device = list(sums), into.k.device
+    assert into.k.stride() == into.v.stride(), "targets must share a layout"
+    lie = tuple([_Sums(x.runs, x.tiled.order, x.tiled.sums.stride()) for x in sums])
+    target = _Target(into.k.shape, into.k.stride(), into.k.device)
+    for launch, numbers, which in _key_writes(target, lie, scale):
+        launch.start((*into, *numbers, *[sums[i].tiled.sums for i in which]))
+
+
+@lru_cache(maxsize=1024)
+def _key_writes(into: _Target, sums: tuple[_Sums, ...], scale: float) -> tuple[_Write, ...]:
+    left, found = list(range(len(sums))), []
     while left:
         first = left.pop(0)
-        runs = first.runs
+        runs = sums[first].runs
         if not runs.writable and _is_even(runs):
             rows = (runs.num_problems - 1) * runs.step + runs.length
-            part = _Part(starts_on(runs, device), 0, 1, 0, rows, runs.store)
-            _write_keys(into, first, part, (first,), scale)
+            part = _Part(starts_on(runs, into.device), 0, 1, 0, rows, runs.store)
+            found.append(_key_write(into, sums, (first, first), part, scale))
             continue
-        inside = {i: x for x in left for i in _home(runs, x.runs)}
-        left = [x for x in left if all(x is not y for y in inside.values())]
+        inside = {i: x for x in left for i in _home(runs, sums[x].runs)}
+        left = [x for x in left if x not in inside.values()]
         if inside:
-            members = rounds_on(runs, device)[0]
+            members = rounds_on(runs, into.device)[0]
             for i in range(runs.num_problems):
                 part = _Part(members, i, 1, 0, runs.length, runs.store)
-                _write_keys(into, first, part, (inside[i],) if i in inside else (), scale)
+                which = (first, inside[i]) if i in inside else (first,)
+                found.append(_key_write(into, sums, which, part, scale))
             continue
         for lo, piece in runs.pieces or ((0, runs),):
-            for members in rounds_on(piece, device):
+            for members in rounds_on(piece, into.device):
                 part = _Part(members, 0, len(members), lo, lo + piece.length, piece.store)
-                _write_keys(into, first, part, (), scale)
+                found.append(_key_write(into, sums, (first,), part, scale))
+    return tuple(found)
 
 
 def _is_even(runs: Runs) -> bool:
@@ -120,7 +173,6 @@ def _is_even(runs: Runs) -> bool:
     return runs.num_problems == 1 or (few and not runs.step % SLAB)
 
 
-@lru_cache(maxsize=1024)
 def _home(runs: Runs, other: Runs) -> tuple[int, ...]:
     """The run in whose slabs all runs of `other` have slabs of theirs; nothing if there is none."""
     if runs.pieces or len(runs.rounds) > 1 or runs.num_problems > MOST_HOMES:
@@ -135,38 +187,37 @@ def _home(runs: Runs, other: Runs) -> tuple[int, ...]:
     )
 
 
-def _write_keys(
-    into: KeyValue, first: KeySums, part: _Part, extra: tuple[KeySums, ...], scale: float
-) -> None:
-    """Sums of a part with `extra` ones, or of `first` alone if it is the extra one."""
+def _key_write(
+    into: _Target, sums: tuple[_Sums, ...], which: tuple[int, ...], part: _Part, scale: float
+) -> _Write:
+    """Sums of a part with extra ones, if `which` names two, or alone if it names them twice."""
     members, skip, num_runs, lo, hi, store = part
-    (tiled, runs), (_, samples, heads, _) = first, into.k.shape
-    assert into.k.stride() == into.v.stride(), "targets must share a layout"
-    assert into.k.stride(3) == 1, "head elements must be contiguous"
-    other = (*extra, first)[0]
-    is_base, slabs = other is not first or not extra, _slabs_of(tiled.order)
+    first, *extra = which
+    (runs, order, *_), (_, samples, heads, _) = sums[first], into.shape
+    assert into.strides[3] == 1, "head elements must be contiguous"
+    added = (*extra, first)[0]
+    is_base, slabs, other = added != first or not extra, _slabs_of(order), sums[added]
     shift = other.runs.first - int(runs.starts[skip])
     step = max(other.runs.step, 1)
-    launch(
+    launch = Launch(
         keys_kernel,
         (ceil_div(hi - lo // SLAB * SLAB, SLAB * slabs), samples * heads, 2 * num_runs),
-        (*into, starts_on(runs, into.k.device), members, tiled.sums, other.tiled.sums),
         (
-            *(scale, heads, *into.k.stride()[:3], skip, lo, hi, *_key_strides(first, samples)),
+            *(scale, heads, *into.strides[:3], skip, lo, hi, *_key_strides(sums[first], samples)),
             *(shift, step, other.runs.num_problems, other.runs.length),
             *_key_strides(other, samples),
         ),
         (
             *(store, is_base, ceil_div(other.runs.length, step) if extra else 0),
-            *(*_shape(tiled.order), slabs),
+            *(*_shape(order), slabs),
         ),
-        Resources(),
     )
+    return _Write(launch, (starts_on(runs, into.device), members), (first, added))
 
 
-def _key_strides(x: KeySums, num_samples: int) -> tuple[int, ...]:
+def _key_strides(x: _Sums, num_samples: int) -> tuple[int, ...]:
     """From dK to dV, sample to sample, run to run, head to head."""
-    run, head, _ = x.tiled.sums.stride()
+    run, head, _ = x.strides
     sample = x.runs.num_problems * run
     return num_samples * sample, sample, run, head
 
