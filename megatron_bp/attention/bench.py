@@ -166,7 +166,7 @@ class Layer:
             mask = interval_mask(self.case.plan, 0, x.q.device)
             return IntervalRun(kernel, scale, mask).forward(x.q, x.keys)
         assert isinstance(kernel, NativeKernel)
-        heads = forward_heads(kernel.caps, x.q, x.keys[0].k)
+        heads = forward_heads(kernel.caps, x.q.shape, x.keys[0].k.shape)
         whole = make_schedule(self.case.plan, False, kernel.caps.cut, heads).forward
         todo, ragged = together(whole) if isinstance(kernel, RaggedKernel) else (whole, ())
         partial, run = empty_partial(x.q, todo), self._run(kernel)

@@ -11,7 +11,8 @@ Specified by tests/attention/test_block_parallel.py.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, cast
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from megatron_bp.attention.native import NativeRun, Partial, empty_partial
 from megatron_bp.attention.own_last import own_last
 from megatron_bp.attention.problems import KeyValue, Spaces
 from megatron_bp.attention.ragged import RaggedKernel, RaggedStep, together
-from megatron_bp.attention.schedule import Pass, Schedule, make_schedule
+from megatron_bp.attention.schedule import Pass, make_schedule
 from megatron_bp.comm.clean_kv import CleanGather, CleanReduce
 from megatron_bp.comm.groups import BlockGroups
 from megatron_bp.comm.wires import reduces_at_once
@@ -82,24 +83,11 @@ def block_parallel_attention(
     can serve.
     Source: Context-sharded block parallelism; decomposition and merge as in DESIGN.md.
     """
-    _check(q, k, v, plan, groups)
-    device = q.device
-    arch = 0
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = 10 * major + minor
-    need = KernelNeed(
-        strategy=options.strategy,
-        device=device.type,
-        dtype=q.dtype,
-        head_size=q.shape[-1],
-        window=any(x.left >= 0 for x in plan.launches),
-        deterministic=options.deterministic,
-        arch=arch,
-        sliding=plan.request.window > 0,
-    )
-    kernel = choose_kernel(options.kernel, need)
-    call = _Call(plan, groups, options, kernel, slot, forward_heads(kernel.caps, q, k))
+    _check_groups(plan, groups)
+    beside = reduces_at_once(groups.clean_shards)
+    shapes = (q.shape, k.shape, v.shape)
+    layer = _layer(_Kind(plan, options, shapes, q.dtype, q.device, groups.near, beside))
+    call = _Call(layer, groups, slot)
     if slot.is_first_run:
         partial, keys = _attend(q, k, v, call)
         slot.keeper.put(slot.layer, tuple(partial), keys)
@@ -107,18 +95,7 @@ def block_parallel_attention(
     return cast(Tensor, _BlockParallelAttention.apply(q, k, v, call))
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, plan: RankPlan, groups: BlockGroups) -> None:
-    rows = plan.rows.num_rows
-    if not (q.shape[0] == k.shape[0] == v.shape[0] == rows and k.shape == v.shape):
-        raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} must have the plan's "
-            f"{rows} rows first, and k and v the same shape."
-        )
-    if q.shape[1] != k.shape[1] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"q {tuple(q.shape)} and k {tuple(k.shape)} must agree in samples and head size, and "
-            "the query heads be a multiple of the key heads."
-        )
+def _check_groups(plan: RankPlan, groups: BlockGroups) -> None:
     request = plan.request
     want = (request.num_ranks, request.num_clean_shards, plan.rank)
     have = (groups.num_ranks, groups.num_clean_shards, groups.rank)
@@ -128,42 +105,106 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: RankPlan, groups: BlockGroups)
         )
 
 
-@dataclass(frozen=True)
-class _Call:
+def _check_shapes(q: torch.Size, k: torch.Size, v: torch.Size, rows: int) -> None:
+    if not (q[0] == k[0] == v[0] == rows and k == v):
+        raise ValueError(
+            f"q {tuple(q)}, k {tuple(k)}, v {tuple(v)} must have the plan's {rows} rows first, and "
+            "k and v the same shape."
+        )
+    if q[1] != k[1] or q[3] != k[3] or q[2] % k[2]:
+        raise ValueError(
+            f"q {tuple(q)} and k {tuple(k)} must agree in samples and head size, and the query "
+            "heads be a multiple of the key heads."
+        )
+
+
+class _Kind(NamedTuple):
+    """What decides how a layer runs: the same in every step. `shapes` are those of q, k and v.
+
+    `near`: see BlockGroups; `beside`: whether launches can run beside a reduction.
+    """
+
     plan: RankPlan
-    groups: BlockGroups
+    options: AttentionOptions
+    shapes: tuple[torch.Size, torch.Size, torch.Size]
+    dtype: torch.dtype
+    device: torch.device
+    near: bool
+    beside: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """How layers of a kind run. `wire` is the dtype in which their key gradients travel."""
+
+    plan: RankPlan
     options: AttentionOptions
     kernel: AttentionKernel
-    slot: Slot
-    forward_heads: int
+    first_row: int
+    forward: Pass
+    ragged: tuple[RaggedStep, ...]
+    backward: Pass
+    wire: torch.dtype
 
-    @property
-    def first_row(self) -> int:
-        return self.plan.rows.num_clean if self.options.corrupted_only else 0
-
-    @property
-    def schedule(self) -> Schedule:
-        cut, only = self.kernel.caps.cut, self.options.corrupted_only
-        return make_schedule(self.plan, only, cut, self.forward_heads)
-
-    @property
-    def forward(self) -> tuple[Pass, tuple[RaggedStep, ...]]:
-        """Launches over both slabs' keys are one where the slabs come about together."""
-        todo, near = self.schedule.forward, self.groups.near
-        return together(todo) if near and isinstance(self.kernel, RaggedKernel) else (todo, ())
-
-    @property
-    def backward(self) -> Pass:
-        todo, beside = self.schedule.backward, reduces_at_once(self.groups.clean_shards)
-        return own_last(self.plan, todo) if self.options.own_last and beside else todo
-
+    @cached_property
     def native(self) -> NativeRun:
+        """For the native strategy."""
         kernel, beside = cast(NativeKernel, self.kernel), self.plan.request.window > 0
         return NativeRun(kernel, self.options.softmax_scale, beside)
 
     def interval(self, device: torch.device) -> IntervalRun:
+        """For the interval strategy."""
         mask = interval_mask(self.plan, self.first_row, device)
         return IntervalRun(cast(IntervalKernel, self.kernel), self.options.softmax_scale, mask)
+
+
+@lru_cache(maxsize=256)
+def _layer(kind: _Kind) -> _Layer:
+    """Chooses a kernel, and the passes that suit it.
+
+    Raises: ValueError as block_parallel_attention does.
+    """
+    plan, options, shapes, dtype, device, near, beside = kind
+    _check_shapes(*shapes, plan.rows.num_rows)
+    arch = 0
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = 10 * major + minor
+    need = KernelNeed(
+        strategy=options.strategy,
+        device=device.type,
+        dtype=dtype,
+        head_size=shapes[0][-1],
+        window=any(x.left >= 0 for x in plan.launches),
+        deterministic=options.deterministic,
+        arch=arch,
+        sliding=plan.request.window > 0,
+    )
+    kernel = choose_kernel(options.kernel, need)
+    heads = forward_heads(kernel.caps, *shapes[:2])
+    schedule = make_schedule(plan, options.corrupted_only, kernel.caps.cut, heads)
+    forward = schedule.forward
+    ragged: tuple[RaggedStep, ...] = ()
+    # Launches over both slabs' keys are one where the slabs come about together.
+    if near and isinstance(kernel, RaggedKernel):
+        forward, ragged = together(forward)
+    wire = dtype if options.grad_wire is GradWire.MODEL else lse_dtype(dtype)
+    last = options.own_last and beside
+    backward = own_last(plan, schedule.backward) if last else schedule.backward
+    return _Layer(plan, options, kernel, schedule.first_row, forward, ragged, backward, wire)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a layer."""
+
+    layer: _Layer
+    groups: BlockGroups
+    slot: Slot
+
+    @property
+    def plan(self) -> RankPlan:
+        return self.layer.plan
 
 
 class _BlockParallelAttention(torch.autograd.Function):
@@ -188,32 +229,36 @@ class _BlockParallelAttention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         dout = grad_outputs[0].contiguous()
         call: _Call = ctx.call
+        layer, clean = call.layer, call.plan.rows.num_clean
         q, k, v, out, lse, *kept = ctx.saved_tensors
+        todo, first_row = layer.backward, layer.first_row
+        is_native = layer.options.strategy is Strategy.NATIVE
+        is_apart = is_native and KeySpace.SHARD in todo.num_keys
+        if is_apart:  # clean and corrupted rows alike
+            k, v = _alike(k, v)
         packed, own = _keys_again(ctx, k, v, kept)
-        clean = call.plan.rows.num_clean
-        wire = k.dtype if call.options.grad_wire is GradWire.MODEL else lse_dtype(k.dtype)
-        reduce = CleanReduce(
-            packed, call.plan.exchange, call.groups.clean_shards, wire, zeroed=False
-        )
+        shards = call.groups.clean_shards
+        reduce = CleanReduce(packed, call.plan.exchange, shards, layer.wire, zeroed=False)
         dpacked = reduce.grad_SZ2MH
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-        dq[: call.first_row] = 0
-        down = _own_grad_buffers(own.k, (dk[clean:], dv[clean:]), call)
+        if first_row:
+            dq[:first_row].zero_()
+        (dk_clean, dk_own), (dv_clean, dv_own) = (x.tensor_split((clean,)) for x in (dk, dv))
+        down = _own_grad_buffers(own.k, (dk_own, dv_own), call)
         keys: Spaces = (_split(packed), own)
         sums: Spaces = (_split(dpacked), down)
         shard: tuple[Tensor, ...] = ()
-        is_native, todo = call.options.strategy is Strategy.NATIVE, call.backward
-        if is_native and KeySpace.SHARD in todo.num_keys:
+        if is_apart:
             size = (clean, *dpacked.shape[1:2], *dpacked.shape[3:])
             shard = dpacked.new_empty(size), dpacked.new_empty(size)
-            keys, sums = (*keys, _alike(k[:clean], v[:clean])), (*sums, KeyValue(*shard))
-        saved = (q[call.first_row :], keys, Partial(out, lse))
-        grads = (dq[call.first_row :], sums)
+            keys, sums = (*keys, KeyValue(k[:clean], v[:clean])), (*sums, KeyValue(*shard))
+        saved = (q[first_row:], keys, Partial(out, lse))
+        grads = (dq[first_row:], sums)
         # Not the late slab by itself: the rank with the last chunk computes on it until nearly the
         # end, and meanwhile a waiting reduction would take multiprocessors from the other ranks'
         # launches (docs/bench/nccl.md).
         if is_native:
-            run = call.native()
+            run = layer.native
             rest = run.begin_backward(todo, dout, saved, grads, reduce.start)
             remote = (*rest.steps[Phase.LATE], *rest.steps[Phase.EARLY])
             if remote:
@@ -221,23 +266,24 @@ class _BlockParallelAttention(torch.autograd.Function):
                 reduce.start()
             run.backward(rest.steps[Phase.LOCAL], dout, saved, grads, rest.row_sums)
         else:
-            call.interval(q.device).backward(dout, saved, grads)
+            layer.interval(q.device).backward(dout, saved, grads)
             reduce.start()
-        _reduce_own_grads(down, (dk[clean:], dv[clean:]), call, wire)
-        reduce.finish_into(dk[:clean], dv[:clean], shard)
+        _reduce_own_grads(down, (dk_own, dv_own), call)
+        reduce.finish_into(dk_clean, dv_clean, shard)
         return dq, dk, dv, None
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Partial, tuple[Tensor, ...]]:
     """The layer's output and LSE, and the key buffers that were gathered for it."""
     gather, corrupted = _start_gather(k, v, call), _start_own_gathers(k, v, call)
-    clean, rows = _split(gather.buffer_SZ2MH), q[call.first_row :]
-    if call.options.strategy is Strategy.INTERVAL:
+    layer = call.layer
+    clean, rows = _split(gather.buffer_SZ2MH), q[layer.first_row :]
+    if layer.options.strategy is Strategy.INTERVAL:
         gather.wait(Phase.LATE)
         own = _own_keys(k, v, call, corrupted)
-        partial = call.interval(q.device).forward(rows, (clean, own))
+        partial = layer.interval(q.device).forward(rows, (clean, own))
     else:
-        (todo, ragged), run = call.forward, call.native()
+        run, todo = layer.native, layer.forward
         partial, queue = empty_partial(rows, todo), queue_on(q.device, run.beside)
         own = clean if corrupted else _own_keys(k, v, call, corrupted)
         for phase in Phase:
@@ -245,7 +291,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Partial, tupl
             if corrupted and phase is Phase.LATE:  # no launch before reads gathered own keys
                 own = _own_keys(k, v, call, corrupted)
             run.forward(todo.steps[phase], rows, (clean, own), partial, queue)
-        run.forward_ragged(ragged, rows, (clean, own), partial, queue)
+        run.forward_ragged(layer.ragged, rows, (clean, own), partial, queue)
         queue.drain()
     gathered = tuple(own) if call.plan.request.gather_corrupted else ()
     return partial, (gather.buffer_SZ2MH, *gathered)
@@ -257,7 +303,7 @@ def _start_gather(k: Tensor, v: Tensor, call: _Call) -> CleanGather:
 
 
 def _split(packed_SZ2MH: Tensor) -> KeyValue:
-    return KeyValue(packed_SZ2MH[:, :, 0], packed_SZ2MH[:, :, 1])
+    return KeyValue(*packed_SZ2MH.unbind(2))
 
 
 def _keys_again(ctx: Any, k: Tensor, v: Tensor, kept: list[Tensor]) -> tuple[Tensor, KeyValue]:
@@ -320,9 +366,7 @@ def _own_grad_buffers(own_k: Tensor, local: tuple[Tensor, Tensor], call: _Call) 
     return KeyValue(torch.empty_like(own_k, dtype=wide), torch.empty_like(own_k, dtype=wide))
 
 
-def _reduce_own_grads(
-    down: KeyValue, local: tuple[Tensor, Tensor], call: _Call, wire: torch.dtype
-) -> None:
+def _reduce_own_grads(down: KeyValue, local: tuple[Tensor, Tensor], call: _Call) -> None:
     """Sums the gradients of all ranks' corrupted rows at their owners (the baseline).
 
     All views travel at once, after the last launch: the launches at corrupted keys run last.
@@ -332,7 +376,7 @@ def _reduce_own_grads(
     exchange, group = call.plan.own_exchange, call.groups.context
     reduces = []
     for grad in torch.stack([down.k, down.v], dim=2).chunk(call.plan.request.num_views):
-        reduce = CleanReduce(grad, exchange, group, wire, zeroed=False)
+        reduce = CleanReduce(grad, exchange, group, call.layer.wire, zeroed=False)
         reduce.grad_SZ2MH.copy_(grad)
         reduce.start()
         reduces.append(reduce)

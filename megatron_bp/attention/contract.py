@@ -106,13 +106,14 @@ class KernelNeed:
     sliding: bool = False
 
 
-def forward_heads(caps: KernelCaps, q_TZNH: Tensor, k_TZMH: Tensor) -> int:
+def forward_heads(caps: KernelCaps, q: torch.Size, k: torch.Size) -> int:
     """Query heads that a row of a forward tile is one of, for launches made to fit tiles.
 
-    1 for several samples: the keys of many problems are then no view.
+    1 for several samples: the keys of many problems are then no view. Shapes are [T, Z, N, H] and
+    [T, Z, M, H].
     """
-    packs = caps.packs_heads and q_TZNH.shape[1] == 1
-    return q_TZNH.shape[2] // k_TZMH.shape[2] if packs else 1
+    packs = caps.packs_heads and q[1] == 1
+    return q[2] // k[2] if packs else 1
 
 
 def missing(caps: KernelCaps, need: KernelNeed) -> list[str]:

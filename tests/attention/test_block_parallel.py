@@ -18,10 +18,9 @@ from megatron_bp.attention.block_parallel import (
     block_parallel_attention,
 )
 from megatron_bp.attention.contract import Strategy
-from megatron_bp.attention.keeping import ALONE
-from megatron_bp.attention.kernels.dense import DenseKernel
 from megatron_bp.attention.reference import reference_attention
 from megatron_bp.comm.groups import BlockGroups, BlockingGroup, LocalGroup, NodeGroup
+from megatron_bp.comm.wires import reduces_at_once
 from megatron_bp.layout.blocks import Spans
 from megatron_bp.layout.decomposition import KeySpace
 from megatron_bp.layout.plan import PlanRequest, make_plan
@@ -323,10 +322,17 @@ def test_bf16_on_the_wire_costs_only_bf16_rounding() -> None:
 @pytest.mark.parametrize("own_last", [False, True])
 def test_own_keys_come_last_where_a_reduction_is_one_kernel(kind: type, own_last: bool) -> None:
     plan = make_plan(PlanRequest(length=64, block_size=4, num_ranks=2, num_clean_shards=2), 0)
-    groups = mock.Mock(clean_shards=mock.Mock(spec=kind))
-    options = AttentionOptions(1.0, own_last=own_last)
-    call = block_parallel._Call(plan, groups, options, DenseKernel(), ALONE)
-    is_apart = KeySpace.SHARD in call.backward.num_keys
+    shape = torch.Size((plan.rows.num_rows, 1, 2, 8))
+    how = block_parallel._Kind(
+        plan,
+        AttentionOptions(1.0, own_last=own_last),
+        (shape, shape, shape),
+        torch.float32,
+        torch.device("cpu"),
+        near=False,
+        beside=reduces_at_once(mock.Mock(spec=kind)),
+    )
+    is_apart = KeySpace.SHARD in block_parallel._layer(how).backward.num_keys
     assert is_apart is (own_last and kind is dist.ProcessGroup)
 
 
