@@ -188,6 +188,7 @@ def make_plan(request: PlanRequest, rank: int) -> RankPlan:
     )
 
 
+@lru_cache(maxsize=64)
 def with_window(plan: RankPlan, window: int) -> RankPlan:
     """The plan of another layer of the same model, with the same rows and window `window`."""
     return make_plan(replace(plan.request, window=window), plan.rank)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from megatron_bp.attention.block_parallel import block_parallel_attention
+from megatron_bp.attention.block_parallel import AttentionOptions, block_parallel_attention
 from megatron_bp.attention.keeping import Slot
 from megatron_bp.layout.plan import with_window
 from megatron_bp.mcore.carrier import BlockParams
@@ -47,15 +48,20 @@ class Seat:
         size); in a pruned last layer the output has the corrupted rows only.
         """
         layout = params.layout
-        options = replace(
-            layout.options,
-            softmax_scale=self.softmax_scale,
-            corrupted_only=layout.prune and self.is_last_layer,
-        )
+        corrupted_only = layout.prune and self.is_last_layer
+        options = _options(layout.options, self.softmax_scale, corrupted_only)
         plan = with_window(layout.plan, self.window)
         slot = Slot(params.keeper, self.layer_number)
         output = block_parallel_attention(query, key, value, plan, layout.groups, options, slot)
         return output.reshape(*output.shape[:2], -1)
+
+
+@lru_cache(maxsize=64)
+def _options(
+    shared: AttentionOptions, softmax_scale: float, corrupted_only: bool
+) -> AttentionOptions:
+    """What all layers share, with what a layer has of its own."""
+    return replace(shared, softmax_scale=softmax_scale, corrupted_only=corrupted_only)
 
 
 class BlockParallelAttention(MegatronModule):
