@@ -277,7 +277,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Partial, tupl
     """The layer's output and LSE, and the key buffers that were gathered for it."""
     gather, corrupted = _start_gather(k, v, call), _start_own_gathers(k, v, call)
     layer = call.layer
-    clean, rows = _split(gather.buffer_SZ2MH), q[layer.first_row :]
+    # Detached here, not launch by launch: compiled kernels refuse tensors that need gradients.
+    clean, rows = _split(gather.buffer_SZ2MH), q.detach()[layer.first_row :]
     if layer.options.strategy is Strategy.INTERVAL:
         gather.wait(Phase.LATE)
         own = _own_keys(k, v, call, corrupted)

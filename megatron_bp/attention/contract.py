@@ -150,6 +150,10 @@ class NativeKernel(Protocol):
     name: str
     caps: KernelCaps
 
+    def __hash__(self) -> int:
+        """Kernels are keys of caches."""
+        ...
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, window: Window, scale: float
     ) -> tuple[Tensor, Tensor]:

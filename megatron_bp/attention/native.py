@@ -23,7 +23,7 @@ from megatron_bp.attention.ragged import RaggedKernel, RaggedStep
 from megatron_bp.attention.row_pieces import PiecewiseKernel, in_pieces
 from megatron_bp.attention.schedule import Pass, Runs, Step
 from megatron_bp.attention.shared_run import SharedRun
-from megatron_bp.attention.sharing import Shared, SharingKernel, TileRule, share
+from megatron_bp.attention.sharing import Shared, SharingKernel, share
 from megatron_bp.layout.decomposition import KeySpace, Phase
 
 
@@ -77,8 +77,7 @@ class NativeRun:
         queue: Queue,
     ) -> None:
         """Merges the steps into `partial`, in place, once `queue` is drained."""
-        for step in _one_by_one(steps, q_TZNH):
-            small = _is_small(step, q_TZNH)
+        for step, small in _in_turn(tuple(steps), _runs_small(q_TZNH), q_TZNH.shape[3]):
             if small:  # it writes rows itself, after all that was started before
                 queue.drain()
             run = self._small_forward if small else self._forward
@@ -106,23 +105,26 @@ class NativeRun:
         queue: Queue,
     ) -> None:
         """The same for steps whose problems end apart."""
+        clean, samples = keys[KeySpace.CLEAN], q_TZNH.shape[1]
         for step in steps:
             pairs = step.rows.length * sum(step.lengths)
-            for sample in range(q_TZNH.shape[1]):
-                at = slice(sample, sample + 1)
-                k, v = (x[step.key :, sample] for x in keys[KeySpace.CLEAN])
-                into = Partial(partial.out[:, at], partial.lse[:, at])
-                queue.run(partial_call(self._ragged, step, q_TZNH[:, at], (k, v), into), pairs)
+            for sample in range(samples):
+                one = [q_TZNH, *clean, *partial]
+                if samples > 1:
+                    one = [x[:, sample : sample + 1] for x in one]
+                queue.run(partial_call(self._ragged, step, *one), pairs)
 
     def _ragged(
-        self, step: RaggedStep, q: Tensor, keys: tuple[Tensor, Tensor], into: Partial
+        self, step: RaggedStep, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> Finish:
-        rows, (k, v) = read_rows(q, step.rows)[:, :, 0], (x[: max(step.lengths)] for x in keys)
+        """For tensors of one sample."""
+        rows = read_rows(q, step.rows)[:, :, 0]
+        k, v = (x[step.key : step.key + max(step.lengths), 0] for x in (k, v))
+        kernel, heads = cast(RaggedKernel, self.kernel), (1, k.shape[1], -1)
         lengths = _lengths_on(step, q.device)
-        kernel, heads = cast(RaggedKernel, self.kernel), (k.shape[1], -1)
-        out, lse = kernel.forward_ragged(rows, k, v, lengths, self.scale)
-        out, lse = out.unflatten(2, heads), lse.transpose(1, 2).unflatten(2, heads)
-        return partial_call(merge_rows, *into, step.rows, out[:, :, None], lse[:, :, None])
+        part, part_lse = kernel.forward_ragged(rows, k, v, lengths, self.scale)
+        part, part_lse = part.unflatten(2, heads), part_lse.unflatten(1, heads)
+        return partial_call(merge_rows, out, lse, step.rows, part, part_lse.permute(0, 4, 1, 2, 3))
 
     def _small_forward(self, step: Step, q: Tensor, keys: Spaces, partial: Partial) -> Finish:
         from megatron_bp.attention import triton_small as small
@@ -146,15 +148,14 @@ class NativeRun:
         LATE are none, `clean_done` is called once nothing will add to the clean buffer any more.
         """
         q, keys = saved[:2]
-        kernel, size = self.kernel, q.shape[3]
-        queries_per_key, shared = q.shape[2] // keys[0].k.shape[2], Shared((), (), todo)
-        if isinstance(kernel, SharingKernel) and kernel.shares(size, queries_per_key):
-            shared = _shared(todo, kernel.tiles(size), size, _runs_small(q))
+        size, queries_per_key = q.shape[3], q.shape[2] // keys[0].k.shape[2]
+        shared = _shared(todo, self.kernel, size, queries_per_key, _runs_small(q))
         _clear_gaps(shared.rest, grads)
         steps = shared.rest.steps
         done = _nothing if steps[Phase.EARLY] or steps[Phase.LATE] else clean_done
         row_sums: tuple[Tensor, ...] = ()
-        if shared.rows and isinstance(kernel, SharingKernel):
+        if shared.rows:
+            kernel = cast(SharingKernel, self.kernel)
             sums = kernel.share(keys[0].k, queries_per_key, shared, self.scale)
             queue = queue_on(q.device, self.beside)
             row_sums = (SharedRun(shared, sums, queue, dout_TZNH, saved, grads).run(done),)
@@ -175,18 +176,14 @@ class NativeRun:
         `row_sums` are those of `begin_backward`, if it found any.
         """
         queue, q = queue_on(dout_TZNH.device, self.beside), saved[0]
-        kernel, most_rows = self.kernel, 0
-        if isinstance(kernel, PiecewiseKernel):
-            most_rows = kernel.rows_at_once(q.shape[3])
-        for whole in _one_by_one(steps, q):
-            for step in in_pieces(whole, most_rows):
-                small = _is_small(step, q)
-                if small:
-                    queue.drain()
-                run: Callable[..., Finish] = self._backward
-                if small:
-                    run = partial_call(self._small_backward, row_sums)
-                queue.run(partial_call(run, step, dout_TZNH, saved, grads), step.num_pairs)
+        most_rows = _rows_at_once(self.kernel, q.shape[3])
+        for step, small in _in_turn(tuple(steps), _runs_small(q), q.shape[3], most_rows):
+            if small:
+                queue.drain()
+            run: Callable[..., Finish] = self._backward
+            if small:
+                run = partial_call(self._small_backward, row_sums)
+            queue.run(partial_call(run, step, dout_TZNH, saved, grads), step.num_pairs)
         queue.drain()
 
     def _backward(
@@ -276,18 +273,27 @@ def _apart(runs: tuple[Runs, ...]) -> bool:
     return all(len(x.rounds) == 1 and not x.pieces for x in runs)
 
 
-def _one_by_one(steps: Iterable[Step], q_TZNH: Tensor) -> Iterable[Step]:
-    """The steps, far ends by themselves unless the small-problem kernel takes them along."""
-    for step in steps:
-        if not step.far or _is_small(step, q_TZNH):
-            yield step
-        else:
-            yield from (step.alone, *step.far)
+@lru_cache(maxsize=1024)
+def _in_turn(
+    steps: tuple[Step, ...], runs_small: bool, head_size: int, most_rows: int = 0
+) -> tuple[tuple[Step, bool], ...]:
+    """The steps in pieces of `most_rows` rows, and whether each is for the small-problem kernel.
+
+    That kernel takes far ends along; else they are steps by themselves.
+    """
+
+    def is_small(step: Step) -> bool:
+        return runs_small and _fits_small(step, head_size)
+
+    apart = [(x,) if not x.far or is_small(x) else (x.alone, *x.far) for x in steps]
+    pieces = [piece for some in apart for step in some for piece in in_pieces(step, most_rows)]
+    return tuple((piece, is_small(piece)) for piece in pieces)
 
 
-def _is_small(step: Step, q_TZNH: Tensor) -> bool:
-    """Whether a step is for the small-problem kernel: blocks on a GPU, rows and keys apart."""
-    return _runs_small(q_TZNH) and _fits_small(step, q_TZNH.shape[-1])
+@lru_cache(maxsize=64)
+def _rows_at_once(kernel: NativeKernel, head_size: int) -> int:
+    """Most rows of an unmasked backward launch; 0: as many as there are."""
+    return kernel.rows_at_once(head_size) if isinstance(kernel, PiecewiseKernel) else 0
 
 
 @lru_cache(maxsize=8192)
@@ -316,9 +322,13 @@ def _lengths_on(step: RaggedStep, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-def _shared(todo: Pass, tiles: TileRule, head_size: int, small: bool) -> Shared:
-    """What a kernel with `tiles` can share; `small` if small problems have a kernel of theirs."""
-    return share(todo, tiles, lambda step: small and _fits_small(step, head_size))
+def _shared(
+    todo: Pass, kernel: NativeKernel, head_size: int, queries_per_key: int, small: bool
+) -> Shared:
+    """What a kernel can share; `small` if small problems have a kernel of theirs."""
+    if isinstance(kernel, SharingKernel) and kernel.shares(head_size, queries_per_key):
+        return share(todo, kernel.tiles(head_size), lambda x: small and _fits_small(x, head_size))
+    return Shared((), (), todo)
 
 
 @lru_cache(maxsize=8192)
@@ -338,8 +348,8 @@ def _clear_gaps(todo: Pass, grads: tuple[Tensor, Spaces]) -> None:
     """Zeroes the rows that no step of `todo` stores."""
     dq, spaces = grads
     for lo, hi in todo.row_gaps:
-        dq[lo:hi] = 0
+        dq[lo:hi].zero_()
     for space, gaps in todo.key_gaps.items():
         for lo, hi in gaps:
             for tensor in in_one(spaces[space]):
-                tensor[lo:hi] = 0
+                tensor[lo:hi].zero_()

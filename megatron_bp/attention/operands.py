@@ -10,21 +10,8 @@ rounds it up to. Specified by tests/attention/test_operands.py.
 from functools import lru_cache
 from typing import NamedTuple
 
-from torch import Tensor
-
 from megatron_bp.attention.sharing import SharedLaunch
-
-
-class View(NamedTuple):
-    """A strided view that begins `offset` elements after a tensor's first."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    def of(self, x: Tensor) -> Tensor:
-        """The view of `x`."""
-        return x.as_strided(self.shape, self.stride, x.storage_offset() + self.offset)
+from megatron_bp.attention.views import View
 
 
 class RowLayout(NamedTuple):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_bp.attention.merge import merge
 from megatron_bp.attention.schedule import Runs
+from megatron_bp.attention.views import problems_view, rows_view
 
 MOST_COVER = 16
 """Evenly spaced runs are added in one pass if a row lies in at most so many of them."""
@@ -42,11 +43,8 @@ def rounds_on(runs: Runs, device: torch.device) -> tuple[Tensor, ...]:
 
 def read_rows(x: Tensor, runs: Runs) -> Tensor:
     """Rows [X, length, ...] of x [T, ...]: a view if the runs are evenly spaced."""
-    if runs.step:
-        row = x.stride(0)
-        size, stride = (len(runs.starts), runs.length), (runs.step * row, row)
-        offset = x.storage_offset() + runs.first * row
-        return x.as_strided((*size, *x.shape[1:]), (*stride, *x.stride()[1:]), offset)
+    for view in rows_view(runs, x.shape, x.stride()):
+        return view.of(x)
     if runs.num_problems <= FEW_RUNS:
         return torch.stack([x[lo : lo + runs.length] for lo in runs.starts.tolist()])
     return x[rows_on(runs, x.device)].unflatten(0, (len(runs.starts), runs.length))
@@ -57,12 +55,8 @@ def read_problems(x: Tensor, runs: Runs) -> Tensor:
 
     One view, made in one go, if the runs are evenly spaced and problems or samples are single.
     """
-    problems, samples = runs.num_problems, x.shape[1]
-    if runs.step and 1 in (problems, samples):
-        row, sample, *inner = x.stride()
-        outer = sample if problems == 1 else runs.step * row
-        shape = (problems * samples, runs.length, *x.shape[2:])
-        return x.as_strided(shape, (outer, row, *inner), x.storage_offset() + runs.first * row)
+    for view in problems_view(runs, x.shape, x.stride()):
+        return view.of(x)
     return read_rows(x, runs).transpose(1, 2).flatten(0, 1)
 
 

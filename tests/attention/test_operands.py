@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from megatron_bp.attention.contract import Window
-from megatron_bp.attention.operands import KeyLayout, Operands, RowLayout, View, operands, whole
+from megatron_bp.attention.operands import KeyLayout, Operands, RowLayout, operands, whole
 from megatron_bp.attention.sharing import SharedLaunch
+from megatron_bp.attention.views import View
 from megatron_bp.layout.decomposition import KeySpace
 
 SAMPLES, HEADS, KV_HEADS, SIZE, WIDE, TILE = 2, 4, 2, 3, 4, 4
