@@ -31,6 +31,7 @@ from megatron_bp.attention.keeping import ALONE, Slot
 from megatron_bp.attention.lanes import queue_on
 from megatron_bp.attention.native import NativeRun, Partial, empty_partial
 from megatron_bp.attention.own_last import own_last
+from megatron_bp.attention.passes import write_part
 from megatron_bp.attention.problems import KeyValue, Spaces
 from megatron_bp.attention.ragged import RaggedKernel, RaggedStep, together
 from megatron_bp.attention.schedule import Pass, make_schedule
@@ -269,7 +270,7 @@ class _BlockParallelAttention(torch.autograd.Function):
             layer.interval(q.device).backward(dout, saved, grads)
             reduce.start()
         _reduce_own_grads(down, (dk_own, dv_own), call)
-        reduce.finish_into(dk_clean, dv_clean, shard)
+        reduce.finish_into(dk_clean, dv_clean, shard, write_part)
         return dq, dk, dv, None
 
 

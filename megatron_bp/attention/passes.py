@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_bp.attention.merge import merge
 from megatron_bp.attention.schedule import Runs
 from megatron_bp.attention.views import problems_view, rows_view
+from megatron_bp.comm import clean_kv
 
 MOST_COVER = 16
 """Evenly spaced runs are added in one pass if a row lies in at most so many of them."""
@@ -69,10 +70,10 @@ def pad_rows(x_CZNT: Tensor, runs: Runs, joined: bool, num_rows: int, beyond: fl
     batch = samples if joined else samples * runs.num_problems
     into = torch.empty((parts, batch, heads, num_rows), dtype=x_CZNT.dtype, device=x_CZNT.device)
     if _has_kernels(x_CZNT):
-        from megatron_bp.attention import triton_passes
+        from megatron_bp.attention import triton_moves
 
         starts, length = starts_on(runs, x_CZNT.device), runs.length
-        triton_passes.pad_rows(x_CZNT, starts, length, into, beyond, joined=joined)
+        triton_moves.pad_rows(x_CZNT, starts, length, into, beyond, joined=joined)
         return into
     found = read_rows(x_CZNT.permute(3, 0, 1, 2), runs)  # [X, Q, C, Z, N]
     if joined:
@@ -152,6 +153,18 @@ def add_rows(
             _write_rows(target, runs, value)
         else:
             add_by_rounds(target, runs, value)
+
+
+def write_part(
+    part_RZ2MH: Tensor, row: int, own: tuple[Tensor, ...], into: tuple[Tensor, Tensor]
+) -> None:
+    """See clean_kv.write_part."""
+    if _has_kernels(into[0]):
+        from megatron_bp.attention import triton_moves
+
+        triton_moves.write_part(part_RZ2MH, row, own, into)
+        return
+    clean_kv.write_part(part_RZ2MH, row, own, into)
 
 
 def add_by_rounds(target: Tensor, runs: Runs, value: Tensor) -> None:

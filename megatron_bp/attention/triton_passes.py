@@ -272,67 +272,6 @@ def _sum(
     )
 
 
-@triton.jit
-def _pad_kernel(  # type: ignore[no-untyped-def]
-    source_ptr,
-    starts_ptr,
-    into_ptr,
-    length,
-    num_problems,
-    num_samples,
-    num_heads,
-    source_rows,
-    into_rows,
-    beyond,
-    JOINED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """ROWS columns of one line (part, sample, head) of one problem, or of all joined."""
-    line = tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    n, batch = line % num_heads, line // num_heads
-    if JOINED:
-        x, a = row // length, row % length
-        from_line = line
-    else:
-        z, batch = batch % num_samples, batch // num_samples
-        x, a = batch % num_problems + row // length * num_problems, row
-        from_line = (batch // num_problems * num_samples + z) * num_heads + n
-    keep = x < num_problems
-    start = tl.load(starts_ptr + x, mask=keep, other=0)
-    source = from_line.to(tl.int64) * source_rows + start + a
-    found = tl.load(source_ptr + source, mask=keep, other=beyond)
-    tl.store(into_ptr + line.to(tl.int64) * into_rows + row, found, mask=row < into_rows)
-
-
-def pad_rows(
-    x_CZNT: Tensor, starts: Tensor, length: int, into: Tensor, beyond: float, *, joined: bool
-) -> None:
-    """See passes.pad_rows; `starts` int64 [X] are the first columns of the runs."""
-    assert x_CZNT.is_contiguous(), "columns must be contiguous"
-    launch = _pad(x_CZNT.shape, length, len(starts), into.shape, beyond, joined)
-    launch.start((x_CZNT, starts, into))
-
-
-@lru_cache(maxsize=1024)
-def _pad(
-    shape: tuple[int, ...],
-    length: int,
-    problems: int,
-    into: tuple[int, ...],
-    beyond: float,
-    joined: bool,
-) -> Launch:
-    (parts, samples, heads, columns), (_, batch, _, num_rows) = shape, into
-    rows = min(padded_size(num_rows), 1024)
-    return Launch(
-        _pad_kernel,
-        (ceil_div(num_rows, rows), parts * batch * heads, 1),
-        (length, problems, samples, heads, columns, num_rows, beyond),
-        (joined, rows),
-    )
-
-
 def _alike(
     targets: tuple[Tensor, ...], values: tuple[Tensor, ...]
 ) -> tuple[tuple[Tensor, ...], Strides]:

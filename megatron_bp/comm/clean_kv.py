@@ -6,8 +6,7 @@ Letters: R local rows, S buffer rows, Z samples, M key/value heads, H head size,
 Specified by tests/comm/test_clean_kv.py (adjointness, bytes, both exchanges).
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,12 +24,31 @@ from megatron_bp.comm.wires import (
     start_gathers,
     start_reduces,
 )
-from megatron_bp.layout.exchange import Exchange, Slab, SlabExchange, WindowExchange
+from megatron_bp.layout.exchange import Copy, Exchange, Slab, SlabExchange, WindowExchange
 
 
 def pack(k_RZMH: Tensor, v_RZMH: Tensor, out_RZ2MH: Tensor) -> None:
     """Writes keys and values side by side into `out_RZ2MH`."""
     torch.stack((k_RZMH, v_RZMH), dim=2, out=out_RZ2MH)  # one kernel for both
+
+
+WritePart = Callable[[Tensor, int, tuple[Tensor, ...], tuple[Tensor, Tensor]], None]
+"""See `write_part`."""
+
+
+def write_part(
+    part_RZ2MH: Tensor, row: int, own: tuple[Tensor, ...], into: tuple[Tensor, Tensor]
+) -> None:
+    """Writes reduced gradients of k and v to their rows of `into`, from row `row` on.
+
+    What `own` has for the same rows is added. `into` and `own` are pairs [T, Z, M, H].
+    """
+    here = slice(row, row + len(part_RZ2MH))
+    for i, (part, target) in enumerate(zip(part_RZ2MH.unbind(2), into, strict=True)):
+        if own:
+            torch.add(part, own[i][here], out=target[here])
+        else:
+            target[here].copy_(part)
 
 
 class CleanGather:
@@ -57,34 +75,40 @@ class CleanGather:
         self.buffer_SZ2MH = k_RZMH.new_empty(shape)
         # A row that nobody fills must not hold a NaN that a masked product would spread.
         for lo, hi in unfilled_rows(exchange):
-            self.buffer_SZ2MH[lo:hi] = 0
-        for source, target, length in exchange.own:
-            pack(
-                k_RZMH[source : source + length],
-                v_RZMH[source : source + length],
-                self.buffer_SZ2MH[target : target + length],
-            )
+            self.buffer_SZ2MH[lo:hi].zero_()
+        own: dict[Copy, Tensor] = {}
+        for copy in exchange.own:
+            source, target, length = copy
+            own[copy] = self.buffer_SZ2MH[target : target + length]
+            local = slice(source, source + length)
+            pack(k_RZMH[local], v_RZMH[local], own[copy])
         self._pending: dict[int, Pending] = {}
         if exchange.num_shards == 1:
             return
         if isinstance(exchange, SlabExchange):
             slabs = [(n, x) for n, x in enumerate(exchange.slabs, start=1) if x.length]
             for some in [slabs] if together else [[one] for one in slabs]:
-                parts = [self._part(slab, k_RZMH, v_RZMH) for _, slab in some]
+                parts = [self._part(slab, k_RZMH, v_RZMH, own) for _, slab in some]
                 started = start_gathers(parts, group)
                 self._pending |= zip((phase for phase, _ in some), started, strict=True)
         else:
-            rows = _rows_on(_Wires(exchange), k_RZMH.device).send
+            rows = _rows_on(exchange, k_RZMH.device).send
             sent = torch.stack([k_RZMH[rows], v_RZMH[rows]], dim=2)
             splits = Splits(exchange.send_counts, exchange.receive_counts)
             self._pending[1] = start_exchange(sent, splits, group)
 
-    def _part(self, slab: Slab, k_RZMH: Tensor, v_RZMH: Tensor) -> GatherPart:
-        rows = self.exchange.num_shards * slab.length
-        if slab.in_place_at >= 0:
+    def _part(
+        self, slab: Slab, k_RZMH: Tensor, v_RZMH: Tensor, own: dict[Copy, Tensor]
+    ) -> GatherPart:
+        """One slab's gather. What it sends is packed already if `own` rows are all of the share."""
+        rows, in_place = self.exchange.num_shards * slab.length, slab.in_place_at >= 0
+        if in_place:
             gathered = self.buffer_SZ2MH[slab.in_place_at : slab.in_place_at + rows]
         else:
             gathered = self.buffer_SZ2MH.new_empty((rows, *self.buffer_SZ2MH.shape[1:]))
+        for copy, packed in own.items():
+            if copy.source == slab.local_row and copy.length == slab.length:
+                return GatherPart(gathered, packed)
         mine = gathered[self.exchange.shard * slab.length :][: slab.length]
         local = slice(slab.local_row, slab.local_row + slab.length)
         pack(k_RZMH[local], v_RZMH[local], mine)
@@ -96,10 +120,11 @@ class CleanGather:
             pending = self._pending.pop(key)
             pending.wait()
             if isinstance(self.exchange, WindowExchange):
-                rows = _rows_on(_Wires(self.exchange), pending.tensor.device).receive
+                rows = _rows_on(self.exchange, pending.tensor.device).receive
                 self.buffer_SZ2MH[rows] = pending.tensor
                 continue
-            copies = self.exchange.slabs[key - 1].copies
+            own = [copy.target for copy in self.exchange.own]
+            copies = [x for x in self.exchange.slabs[key - 1].copies if x.target not in own]
             if copies:
                 torch._foreach_copy_(
                     [self.buffer_SZ2MH[x.target : x.target + x.length] for x in copies],
@@ -153,7 +178,7 @@ class CleanReduce:
             parts = start_reduces([self._part(slab) for slab in slabs], self.group)
             self._pending += zip((slab.local_row for slab in slabs), parts, strict=True)
         else:
-            rows = _rows_on(_Wires(exchange), self.grad_SZ2MH.device).receive
+            rows = _rows_on(exchange, self.grad_SZ2MH.device).receive
             sent = self.grad_SZ2MH[rows].to(self.wire_dtype)
             splits = Splits(exchange.receive_counts, exchange.send_counts)
             self._pending.append((0, start_exchange(sent, splits, self.group)))
@@ -185,8 +210,14 @@ class CleanReduce:
         self.finish_into(local[:, :, 0], local[:, :, 1])
         return local[:, :, 0], local[:, :, 1]
 
-    def finish_into(self, dk_RZMH: Tensor, dv_RZMH: Tensor, own: tuple[Tensor, ...] = ()) -> None:
-        """Like `finish`, written to tensors of any dtype.
+    def finish_into(
+        self,
+        dk_RZMH: Tensor,
+        dv_RZMH: Tensor,
+        own: tuple[Tensor, ...] = (),
+        write: WritePart = write_part,
+    ) -> None:
+        """Like `finish`, written to tensors of any dtype by `write`.
 
         `own` are gradients [num_rows, Z, M, H] of k and v that did not travel, added on the way.
         """
@@ -206,24 +237,20 @@ class CleanReduce:
                 parts.append((row, pending.tensor))
         self._pending.clear()
         for lo, hi in _gaps(((row, len(part)) for row, part in parts), len(dk_RZMH)):
-            dk_RZMH[lo:hi] = 0
-            dv_RZMH[lo:hi] = 0
+            dk_RZMH[lo:hi].zero_()
+            dv_RZMH[lo:hi].zero_()
         for row, part in parts:
-            here = slice(row, row + len(part))
-            for i, into in enumerate((dk_RZMH, dv_RZMH)):
-                if own:
-                    torch.add(part[:, :, i], own[i][here], out=into[here])
-                else:
-                    into[here] = part[:, :, i]
+            write(part, row, own, (dk_RZMH, dv_RZMH))
 
     def _add_received(self, exchange: WindowExchange, received: Tensor) -> None:
         """Adds what peers sent to this rank's own rows of the buffer."""
-        index = _rows_on(_Wires(exchange), received.device)
+        index = _rows_on(exchange, received.device)
         # Peer by peer: a row may come from several, and this way the sum has a fixed order.
         for rows, part in zip(index.own, received.split(exchange.send_counts), strict=True):
             self.grad_SZ2MH[rows] += part.to(self.grad_SZ2MH.dtype)
 
 
+@lru_cache(maxsize=256)
 def unfilled_rows(exchange: Exchange) -> list[tuple[int, int]]:
     """Buffer rows [lo, hi) that neither this rank nor a peer fills."""
     filled = [(copy.target, copy.length) for copy in exchange.own]
@@ -247,19 +274,6 @@ def _gaps(covered: Iterable[tuple[int, int]], num_rows: int) -> list[tuple[int, 
     return [*gaps, (at, num_rows)] if at < num_rows else gaps
 
 
-@dataclass(frozen=True, eq=False)
-class _Wires:
-    """A windowed exchange as a cache key: the same object, not equal contents."""
-
-    exchange: WindowExchange
-
-    def __hash__(self) -> int:
-        return id(self.exchange)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Wires) and other.exchange is self.exchange
-
-
 class _WindowRows(NamedTuple):
     """Row numbers of a windowed exchange on a device, copied there once."""
 
@@ -269,8 +283,7 @@ class _WindowRows(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _rows_on(wires: _Wires, device: torch.device) -> _WindowRows:
-    exchange = wires.exchange
+def _rows_on(exchange: WindowExchange, device: torch.device) -> _WindowRows:
     last = max((copy.source + copy.length for copy in exchange.own), default=0)
     buffer_row = np.zeros(last, dtype=np.int64)
     for source, target, length in exchange.own:

@@ -53,10 +53,11 @@ class Slab:
     copies: tuple[Copy, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SlabExchange:
     """The dense two-slab exchange of one rank, and the layout of its key buffer.
 
+    Exchanges compare by identity, as plans do.
     Shapes: `buffer_position` int64 [num_buffer_rows], the position in each buffer row (-1: none).
     `own` copies this rank's rows to the buffer (local row -> buffer row), before any gather ends.
     """
@@ -92,10 +93,11 @@ class SlabExchange:
         return LinkRows(rows * nodes * (per_node - 1), rows * (nodes - 1))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class WindowExchange:
     """The windowed exchange of one rank: an all-to-all of only those rows that are needed.
 
+    Exchanges compare by identity, as plans do.
     Shapes: `send_rows` int64 [sum(send_counts)], local rows, grouped by destination shard;
     `receive_rows` int64 [sum(receive_counts)], buffer rows, grouped by source shard.
     """

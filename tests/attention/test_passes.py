@@ -107,8 +107,25 @@ def check_pad(name: str, joined: bool, device: str) -> None:
     assert got.shape == (*want.shape[:3], length + 3)
 
 
+def check_part(own: bool, device: str) -> None:
+    """write_part in fp32 and bf16, beside rows that stay as they are."""
+    part = random(5, SAMPLES, 2, KV_HEADS, SIZE, seed=1, device=device)
+    beside = [random(ROWS, SAMPLES, KV_HEADS, SIZE, seed=s, device=device) for s in (2, 3)]
+    for dtype, tolerance in ((torch.float32, 0.0), (torch.bfloat16, 2**-7)):
+        wide = torch.ones(ROWS, SAMPLES, KV_HEADS + 1, SIZE, device=device, dtype=dtype)
+        into = wide[:, :, 1:], wide.clone()[:, :, 1:]
+        passes.write_part(part, 4, tuple(beside) if own else (), into)
+        for i, found in enumerate(into):
+            want = part[:, :, i] + (beside[i][4:9] if own else 0)
+            torch.testing.assert_close(found[4:9], want.to(dtype), rtol=tolerance, atol=0)
+            assert (found[:4] == 1).all()
+            assert (found[9:] == 1).all()
+
+
 def check_all(device: str) -> None:
     """Every case on `device`."""
+    for own in (False, True):
+        check_part(own, device)
     for name in CASES:
         for joined in (False, True):
             check_pad(name, joined, device)
@@ -167,7 +184,7 @@ def test_triton_passes_equal_their_formulas_in_the_interpreter() -> None:
 
 def _interpret() -> None:
     """Sends CPU tensors to the Triton kernels."""
-    from megatron_bp.attention import triton_passes
+    from megatron_bp.attention import triton_moves, triton_passes
 
     def merge_rows(out: Tensor, lse: Tensor, runs: Runs, part: Tensor, part_lse: Tensor) -> None:
         starts = passes.starts_on(runs, out.device)
@@ -186,10 +203,11 @@ def _interpret() -> None:
         batch = SAMPLES * (1 if joined else runs.num_problems)
         into = torch.full((len(x), batch, x.shape[2], num_rows), float("nan"))
         starts = passes.starts_on(runs, x.device)
-        triton_passes.pad_rows(x, starts, runs.length, into, beyond, joined=joined)
+        triton_moves.pad_rows(x, starts, runs.length, into, beyond, joined=joined)
         return into
 
     passes.merge_rows, passes.add_rows, passes.pad_rows = merge_rows, add_rows, pad_rows
+    passes.write_part = triton_moves.write_part
     check_all("cpu")
 
 
