@@ -226,21 +226,22 @@ class NativeRun:
         from megatron_bp.attention import triton_small as small
 
         (q, keys, partial), (dq, dkeys) = saved, grads
-        clean, own, far = _small_runs(step)
-        stores = small.Stores(step.rows.store, _stores(clean), _stores(own), _apart(clean))
+        (clean, _, far), into = _small_runs(step), _near(step, dkeys)
+        # Launches that share accumulators have added in any order already.
+        in_any_order = bool(row_sums) and into.clean[0].dtype.itemsize >= 4
         left = small.backward_into(
             small.Rows(q, row_sums[0] if row_sums else partial.out, partial.lse, dout_TZNH),
             _near(step, keys),
             _small_problems(step, q.device),
             self.scale,
-            (dq, _near(step, dkeys)),
-            stores,
+            (dq, into),
+            _small_stores(step, in_any_order),
         )
 
         def finish() -> None:
             for runs, values in zip((clean, far), left, strict=True):
                 for run in runs if values[0].shape[1] else ():
-                    add_rows(_near(step, dkeys).clean, run, values)
+                    add_rows(into.clean, run, values)
 
         return finish
 
@@ -264,8 +265,20 @@ def _near(step: Step, spaces: Spaces) -> Any:
     return small.Keys(tuple(clean), tuple(spaces[KeySpace.OWN]))  # type: ignore[arg-type]
 
 
-def _stores(runs: tuple[Runs, ...]) -> bool:
-    return all(x.store for x in runs)
+@lru_cache(maxsize=8192)
+def _small_stores(step: Step, in_any_order: bool) -> Any:
+    """How results are put; those of clean keys race if nothing of theirs is to be overwritten."""
+    from megatron_bp.attention import triton_small as small
+
+    clean, own, far = _small_runs(step)
+    races = in_any_order and not any(x.store for x in (*clean, *far))
+    return small.Stores(
+        rows=step.rows.store,
+        clean=all(x.store for x in clean) and not races,
+        own=all(x.store for x in own),
+        direct=races or _apart(clean),
+        races=races,
+    )
 
 
 def _apart(runs: tuple[Runs, ...]) -> bool:

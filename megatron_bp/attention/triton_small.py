@@ -4,8 +4,8 @@ A vendor kernel spends a whole tile on a block of 32 rows. Here the query heads 
 share a tile; rows and keys are found by the first row of each run, so problems may lie anywhere;
 keys come straight from up to three runs (the previous clean block, the own block, the far end of
 the window), and the result is merged into its rows in the same pass. A backward adds dq and the
-gradients of the first two runs to their rows; the far end's would race with other problems' and
-are returned.
+gradients of the first two runs to their rows. Those of the far end are rows of other problems'
+clean runs: where sums may be in any order they are added by atomics, else returned.
 Letters: X problems, T query rows, S key rows, Z samples, N query heads, M key/value heads, H head
 size. Specified by tests/attention/test_small.py (interpreted on CPU) and test_gpu_small.py.
 """
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatron_bp.attention.contract import Window
 from megatron_bp.attention.triton_launch import (
+    Launch,
     Resources,
     ceil_div,
-    launch,
     padded_size,
     shared_memory,
 )
@@ -33,6 +33,8 @@ MAX_TILE_BESIDE_FAR = 8192
 """The same for each tile of a problem with a far end: above it, two kernels spill fewer registers
 than one."""
 MAX_ROWS = 256
+ADD, WRITE, RACE = range(3)
+"""How the backward kernel puts a result: see ADDS, WRITES and RACES there."""
 MEMORY = 200 * 1024
 """Bytes of shared memory that the larger row tiles of the backward are made for."""
 WHOLE_HEAD = 128
@@ -75,12 +77,48 @@ def _tile(size: int) -> int:
     return max(padded_size(size), 16)
 
 
-def _sizes(q_TZNH: Tensor, keys: Keys, todo: Problems) -> tuple[int, ...]:
+class _Lie(NamedTuple):
+    """What a launch is made for: the problems but for their places, shapes, and all strides."""
+
+    problems: int
+    num_rows: int
+    lengths: tuple[int, int, int]
+    window: Window
+    samples: int
+    heads: int
+    kv_heads: int
+    size: int
+    scale: float
+    device: torch.device
+    strides: tuple[tuple[int, ...], ...]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def numbers(self) -> tuple[int | float, ...]:
+        """The first numbers of every kernel, but for the length of the far end."""
+        clean, own, _ = self.lengths
+        return self.problems, self.samples, self.num_rows, clean, clean + own
+
+
+def _lie(q_TZNH: Tensor, keys: Keys, todo: Problems, scale: float, *others: Tensor) -> _Lie:
+    starts, num_rows, lengths, window = todo
+    _, samples, heads, size = q_TZNH.shape
     (k, v), (k2, v2) = keys
-    assert (k.stride(), k2.stride()) == (v.stride(), v2.stride()), "k and v must lie alike"
-    assert q_TZNH.stride(3) == k.stride(3) == k2.stride(3) == 1, "heads must be contiguous"
-    clean, own, far = todo.lengths
-    return todo.starts.shape[1], q_TZNH.shape[1], todo.num_rows, clean, clean + own, far
+    problem, at = (starts.shape[1], num_rows, lengths, window), (samples, heads, k.shape[2], size)
+    strides = tuple([x.stride() for x in (q_TZNH, k, v, k2, v2, *others)])
+    return _Lie(*problem, *at, scale, q_TZNH.device, strides)
+
+
+def _key_strides(lie: _Lie) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Strides of q, of clean and of own keys."""
+    q, k, v, k2, v2 = lie.strides[:5]
+    assert (k, k2) == (v, v2), "k and v must lie alike"
+    assert q[3] == k[3] == k2[3] == 1, "heads must be contiguous"
+    return q, k, k2
 
 
 def forward_into(
@@ -93,31 +131,29 @@ def forward_into(
     store: bool,
 ) -> None:
     """Merges the problems' output and LSE into their rows of `into` ([T, Z, N, H], [T, Z, N])."""
-    out, lse = into
-    kv_heads, size = keys.clean[0].shape[2:]
-    group = q_TZNH.shape[2] // kv_heads
-    near, far, wide = _tile(sum(todo.lengths[:2])), todo.lengths[2], _tile(size)
+    launch = _forward(_lie(q_TZNH, keys, todo, scale, *into), store)
+    launch.start((todo.starts, q_TZNH, *keys.clean, *keys.own, *into))
+
+
+@lru_cache(maxsize=1024)
+def _forward(lie: _Lie, store: bool) -> Launch:
+    q, k, k2 = _key_strides(lie)
+    out, lse = lie.strides[5:]
+    near, far, wide = _tile(sum(lie.lengths[:2])), lie.lengths[2], _tile(lie.size)
     rows = 128 if near * wide <= 8192 and wide <= 128 else 64
-    q_q, q_z, q_n, _ = q_TZNH.stride()
-    k_k, k_z, k_m, _ = keys.clean[0].stride()
-    k2_k, k2_z, k2_m, _ = keys.own[0].stride()
-    o_q, o_z, o_n, _ = out.stride()
-    problems, samples, *_ = sizes = _sizes(q_TZNH, keys, todo)
-    grid = (problems * samples, kv_heads, ceil_div(todo.num_rows * group, rows))
-    tensors = (todo.starts, q_TZNH, *keys.clean, *keys.own, out, lse)
-    strides = (q_z, k_z, k_m, k2_z, k2_m, o_z, *lse.stride())
-    constants = (q_q, q_n, k_k, k2_k, o_q, o_n, group, size, store, rows)
-    if size > WHOLE_HEAD and not far:
-        numbers = (*sizes[:5], scale, *todo.window, *strides)
-        shape, resources = (near, *SLICES), Resources(num_warps=4, num_stages=1)
-        launch(forward_wide_kernel, grid, tensors, numbers, (*constants, *shape), resources)
-        return
-    launch(
+    programs = lie.problems * lie.samples
+    grid = (programs, lie.kv_heads, ceil_div(lie.num_rows * lie.group, rows))
+    strides = (q[1], k[1], k[2], k2[1], k2[2], out[1], *lse)
+    constants = (q[0], q[2], k[0], k2[0], out[0], out[2], lie.group, lie.size, store, rows, near)
+    if lie.size > WHOLE_HEAD and not far:
+        numbers = (*lie.numbers, lie.scale, *lie.window, *strides)
+        resources = Resources(num_warps=4, num_stages=1)
+        return Launch(forward_wide_kernel, grid, numbers, (*constants, *SLICES), resources)
+    return Launch(
         forward_kernel,
         grid,
-        tensors,
-        (*sizes, scale, *todo.window, *strides),
-        (*constants, near, _tile(far) if far else 0, wide),
+        (*lie.numbers, far, lie.scale, *lie.window, *strides),
+        (*constants, _tile(far) if far else 0, wide),
         # Two programs a multiprocessor are faster than one that spills no registers.
         Resources(8 if rows * wide > 8192 else 4, registers=128 if rows == wide == 128 else 0),
     )
@@ -136,12 +172,17 @@ class Rows(NamedTuple):
 
 
 class Stores(NamedTuple):
-    """Which results overwrite their rows instead of adding; `direct`: clean ones have rows."""
+    """Which results overwrite their rows instead of adding; `direct`: clean ones have rows.
+
+    With `races` problems add to the rows of clean keys, fp32, in any order: it takes `direct`, and
+    neither the clean run nor the far end may store.
+    """
 
     rows: bool
     clean: bool
     own: bool
     direct: bool
+    races: bool = False
 
 
 def backward_into(
@@ -152,33 +193,21 @@ def backward_into(
     grads: tuple[Tensor, Keys],
     store: Stores,
 ) -> tuple[Pair, Pair]:
-    """Adds to dq and to the key gradients of the first two runs.
+    """Adds to dq and to the key gradients of the first two runs, and with `races` of the third.
 
     Returns dk and dv, each [X, K, Z, M, H], of the runs that were not added: the clean run if not
     `store.direct`, and the far end; empty where there is no such run.
     """
     dq, into = grads
-    clean = keys.clean[0]
-    problems, samples, *_ = sizes = _sizes(rows.q, keys, todo)
+    clean, problems = keys.clean[0], todo.starts.shape[1]
     length, _, far_length = todo.lengths
+    far_length = 0 if store.races else far_length
     first = into.clean if store.direct else _apart(clean, problems * length)
-    far = _apart(clean, problems * far_length) if far_length else into.own
-    strides, constants = _strides(rows, keys, dq, (first[0], into.own[0], far[0]))
-    group, summed = rows.q.shape[2] // clean.shape[2], rows.out.ndim == 3
-    lengths = (todo.num_rows * group, *todo.lengths)
-    shape, resources = _backward_shape(lengths, clean.shape[3], clean.device)
-    tensors = (todo.starts, rows.q, *keys.clean, *keys.own, rows.out, rows.lse, rows.dout, dq)
-    launch(
-        backward_kernel,
-        (problems * samples, clean.shape[2], 1),
-        (*tensors, *first, *into.own, *far),
-        (*sizes, scale, *todo.window, *strides),
-        (
-            *(*constants, group, clean.shape[3], summed, *shape),
-            *(store.rows, store.direct, store.clean or not store.direct, store.own),
-        ),
-        resources,
-    )
+    far = _apart(clean, problems * far_length) if far_length else into.clean
+    others = (*rows[1:], dq, first[0], into.own[0], far[0])
+    launch = _backward(_lie(rows.q, keys, todo, scale, *others), store)
+    tensors = (todo.starts, rows.q, *keys.clean, *keys.own, *rows[1:], dq)
+    launch.start((*tensors, *first, *into.own, *far))
     none = clean.as_strided((problems, 0, *clean.shape[1:]), (0,) * 5)
     return (
         (none, none) if store.direct else _by_problem(first, problems),
@@ -187,6 +216,27 @@ def backward_into(
 
 
 @lru_cache(maxsize=1024)
+def _backward(lie: _Lie, store: Stores) -> Launch:
+    strides, constants = _strides(lie)
+    lengths = (lie.num_rows * lie.group, *lie.lengths)
+    shape, resources = _backward_shape(lengths, lie.size, lie.device)
+    summed = len(lie.strides[5]) == 3
+    assert not store.races or (store.direct and not store.clean), f"{store}: a race must add"
+    clean, end = (RACE, RACE) if store.races else (_how(store.clean or not store.direct), WRITE)
+    how = (_how(store.rows), store.direct, clean, _how(store.own), end)
+    return Launch(
+        backward_kernel,
+        (lie.problems * lie.samples, lie.kv_heads, 1),
+        (*lie.numbers, lie.lengths[2], lie.scale, *lie.window, *strides),
+        (*constants, lie.group, lie.size, summed, *shape, *how),
+        resources,
+    )
+
+
+def _how(store: bool) -> int:
+    return WRITE if store else ADD
+
+
 def _backward_shape(
     lengths: tuple[int, int, int, int], size: int, device: torch.device
 ) -> tuple[tuple[int, ...], Resources]:
@@ -206,38 +256,18 @@ def _backward_shape(
     return (tiles, rows, near, max(_tile(far), 64) if far else 0, wide), resources
 
 
-def _strides(
-    rows: Rows, keys: Keys, dq: Tensor, grads: tuple[Tensor, Tensor, Tensor]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _strides(lie: _Lie) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Strides of a backward's tensors: those that are numbers of its kernel, and its constants."""
-    q_q, q_z, q_n, _ = rows.q.stride()
-    k_k, k_z, k_m, _ = keys.clean[0].stride()
-    k2_k, k2_z, k2_m, _ = keys.own[0].stride()
-    o_q, o_z, o_n = rows.out.stride()[:3]
-    g_q, g_z, g_n, g_h = rows.dout.stride()
-    d_q, d_z, d_n, d_h = dq.stride()
-    e_k, e_z, e_m, e_h = grads[0].stride()
-    e2_k, e2_z, e2_m, e2_h = grads[1].stride()
-    e3_k, e3_z, e3_m, _ = grads[2].stride()
-    assert g_h == d_h == e_h == e2_h == 1, "heads must be contiguous"
-    output, sums = ((o_q, o_z, o_n), (0, 0, 0))[:: 1 if rows.out.ndim == 4 else -1]
-    at_lse, at_keys = rows.lse.stride(), (e_z, e_m, e2_z, e2_m, e3_z, e3_m)
+    q, k, k2 = _key_strides(lie)
+    out, lse, dout, dq, dk, dk2, dk3 = lie.strides[5:]
+    assert dout[3] == dq[3] == dk[3] == dk2[3] == 1, "heads must be contiguous"
+    output, sums = ((*out[:3],), (0, 0, 0))[:: 1 if len(out) == 4 else -1]
+    at_keys = (dk[1], dk[2], dk2[1], dk2[2], dk3[1], dk3[2])
     return (
-        (q_z, k_z, k_m, k2_z, k2_m, output[1], *at_lse, *sums, g_z, d_z, *at_keys),
+        (q[1], k[1], k[2], k2[1], k2[2], output[1], *lse, *sums, dout[1], dq[1], *at_keys),
         (
-            q_q,
-            q_n,
-            k_k,
-            k2_k,
-            output[0],
-            output[2],
-            g_q,
-            g_n,
-            d_q,
-            d_n,
-            e_k,
-            e2_k,
-            e3_k,
+            *(q[0], q[2], k[0], k2[0], output[0], output[2], dout[0], dout[2]),
+            *(dq[0], dq[2], dk[0], dk2[0], dk3[0]),
         ),
     )
 

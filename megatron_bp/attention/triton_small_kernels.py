@@ -100,12 +100,21 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     tl.store(l_at, lse, mask=keep)
 
 
+ADDS = tl.constexpr(0)
+WRITES = tl.constexpr(1)
+RACES = tl.constexpr(2)
+"""How a result is put: added to what is there, over it, or added where others may add too."""
+
+
 @triton.jit
-def _put(at, value, keep2, STORE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _put(at, value, keep2, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Writes a tile, or adds to it."""
-    if not STORE:
-        value += tl.load(at, mask=keep2, other=0.0).to(tl.float32)
-    tl.store(at, value.to(at.dtype.element_ty), mask=keep2)
+    if HOW == RACES:
+        tl.atomic_add(at, value, mask=keep2, sem="relaxed")
+    else:
+        if HOW == ADDS:
+            value += tl.load(at, mask=keep2, other=0.0).to(tl.float32)
+        tl.store(at, value.to(at.dtype.element_ty), mask=keep2)
 
 
 @triton.jit
@@ -156,11 +165,14 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     d_q: tl.constexpr, d_n: tl.constexpr, e_k: tl.constexpr, e2_k: tl.constexpr, e3_k: tl.constexpr,
     GROUP: tl.constexpr, HEAD: tl.constexpr, SUMMED: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FAR: tl.constexpr, SIZE: tl.constexpr,
-    STORE: tl.constexpr, DIRECT: tl.constexpr, CLEAN: tl.constexpr, OWN: tl.constexpr,
+    QUERY: tl.constexpr, DIRECT: tl.constexpr, CLEAN: tl.constexpr, OWN: tl.constexpr,
+    END: tl.constexpr,
 ):  # fmt: skip
     """All gradients of a problem, in TILES tiles of rows.
 
-    `out_ptr` is the output, or with SUMMED already rowsum(dout * out), with strides t.
+    `out_ptr` is the output, or with SUMMED already rowsum(dout * out), with strides t. How each
+    result is put: QUERY, CLEAN, OWN and END (the far end: RACES, or WRITES
+    apart from its rows).
     """
     problem, m = tl.program_id(0), tl.program_id(1)
     x, z = problem // samples, (problem % samples).to(tl.int64)
@@ -175,9 +187,14 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     k, v = tl.load(k_at, mask=there, other=0.0), tl.load(v_at, mask=there, other=0.0)
     if FAR > 0:
         f = tl.arange(0, FAR)
-        last = tl.load(starts_ptr + 3 * problems + x) * k_k + z * k_z + m * k_m
-        last += f[:, None] * k_k + h2
+        last = tl.load(starts_ptr + 3 * problems + x)
         there3 = (f < far)[:, None] & inside
+        at3 = (last if END == RACES else x.to(tl.int64) * far) * e3_k + z * e3_z + m * e3_m
+        at3 += f[:, None] * e3_k + h2
+        last = last * k_k + z * k_z + m * k_m + (f[:, None] * k_k + h2)
+        if TILES == 1:  # on its way with the others
+            k3 = tl.load(k_ptr + last, mask=there3, other=0.0)
+            v3 = tl.load(v_ptr + last, mask=there3, other=0.0)
         dk3 = tl.zeros((FAR, SIZE), dtype=tl.float32)
         dv3 = tl.zeros((FAR, SIZE), dtype=tl.float32)
     q_ptr += row * q_q + z * q_z + m * GROUP * q_n
@@ -213,19 +230,19 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             _put_both(dk_ptr + at, dk2_ptr + at2, dk, mine, mine2, CLEAN, OWN)
         dq = tl.dot(ds, k)
         if FAR > 0:
-            k3 = tl.load(k_ptr + last, mask=there3, other=0.0)
-            v3 = tl.load(v_ptr + last, mask=there3, other=0.0)
+            if TILES > 1:
+                k3 = tl.load(k_ptr + last, mask=there3, other=0.0)
+                v3 = tl.load(v_ptr + last, mask=there3, other=0.0)
             seen = _far_seen(a[:, None], f[None, :], num_rows, far)
             p, ds = _probabilities(q, k3, v3, g, lse, delta, seen, scale)
             dv3 += tl.dot(tl.trans(p), g)
             dk3 += tl.dot(tl.trans(ds), q)
             dq += tl.dot(ds, k3)
         d_at = dq_ptr + (a[:, None] * d_q + n[:, None] * d_n + h2)
-        _put(d_at, dq, keep[:, None] & inside, STORE)
+        _put(d_at, dq, keep[:, None] & inside, QUERY)
     if TILES > 1:
         _put_both(dv_ptr + at, dv2_ptr + at2, dv, mine, mine2, CLEAN, OWN)
         _put_both(dk_ptr + at, dk2_ptr + at2, dk, mine, mine2, CLEAN, OWN)
     if FAR > 0:
-        at = x.to(tl.int64) * far * e3_k + z * e3_z + m * e3_m + (f[:, None] * e3_k + h2)
-        _put(dk3_ptr + at, dk3, there3, True)
-        _put(dv3_ptr + at, dv3, there3, True)
+        _put(dk3_ptr + at3, dk3, there3, END)
+        _put(dv3_ptr + at3, dv3, there3, END)

@@ -4,8 +4,8 @@ Without a GPU it runs in Triton's interpreter, in a process of its own because t
 chosen when Triton is imported.
 """
 
-from itertools import product
-from typing import Any
+from itertools import product, starmap
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -36,6 +36,20 @@ CASES = [
 ]
 
 
+class Mode(NamedTuple):
+    """Results overwrite their rows; the clean run's gradients are added to theirs; the backward
+    gets rowsum(dout * out) instead of the output; gradients of clean keys are added in any order.
+    """
+
+    store: bool
+    direct: bool
+    summed: bool
+    races: bool = False
+
+
+MODES = [*starmap(Mode, product((False, True), repeat=3)), Mode(False, True, True, True)]
+
+
 def mask_of(rows: int, lengths: tuple[int, int, int], window: Window) -> Tensor:
     """Which keys of the three runs, one after another, each row sees."""
     near, far = lengths[0] + lengths[1], lengths[2]
@@ -57,15 +71,9 @@ def problems_of(case: tuple, device: str) -> tuple[small.Problems, Tensor, list[
     return small.Problems(starts.to(device), rows, lengths, window), index[0], index[1:]
 
 
-def check(
-    case: tuple, modes: tuple[bool, bool, bool], device: str, dtype: torch.dtype, tolerance: float
-) -> None:
-    """Output, LSE and gradients of one case, with rows beside the problems left alone.
-
-    `modes`: results overwrite their rows; the clean run's gradients are added to theirs; the
-    backward gets rowsum(dout * out) instead of the output.
-    """
-    store, direct, summed = modes
+def check(case: tuple, mode: Mode, device: str, dtype: torch.dtype, tolerance: float) -> None:
+    """Output, LSE and gradients of one case, with rows beside the problems left alone."""
+    store, direct, summed, races = mode
     count, rows, samples, kv_heads, group, size, lengths, window = case
     todo, at, key_at = problems_of(case, device)
     num_rows, generator = count * (rows + 1), torch.Generator().manual_seed(5)
@@ -81,6 +89,7 @@ def check(
     lse[::3] = float("-inf")
     out[::3] = 0
     both = [draw(40, samples, 2, kv_heads, size) for _ in range(4)]
+    both[2] = both[2].float() if races else both[2]
     keys, grads = (
         small.Keys((a[:, :, 0], a[:, :, 1]), (b[:, :, 0], b[:, :, 1]))
         for a, b in (both[:2], both[2:])
@@ -107,10 +116,12 @@ def check(
     want_dq = exact[0] if store else exact[0] + flat(dq[at])
     wanted = [x.unflatten(0, (count, samples)).transpose(1, 2).split(lengths, 1) for x in exact[1:]]
     expected = [[x.float() for x in pair] for pair in grads]
-    for part, (clean, own, _) in enumerate(wanted):
+    for part, (clean, own, far) in enumerate(wanted):
         if direct:
             expected[0][part][key_at[0]] = clean + (0 if store else expected[0][part][key_at[0]])
         expected[1][part][key_at[1]] = own + (0 if store else expected[1][part][key_at[1]])
+        for ends, value in zip(key_at[2], far, strict=True) if races else ():
+            expected[0][part][ends] += value  # rows of several problems
     if store:
         for part in range(2):
             if direct:
@@ -123,13 +134,14 @@ def check(
         todo,
         scale,
         (dq, grads),
-        small.Stores(rows=store, clean=store, own=store, direct=direct),
+        small.Stores(rows=store, clean=store, own=store, direct=direct, races=races),
     )
     torch.testing.assert_close(flat(dq[at]), want_dq, **close)
     for part in range(2):
         torch.testing.assert_close(grads.clean[part].float(), expected[0][part], **close)
         torch.testing.assert_close(grads.own[part].float(), expected[1][part], **close)
-        torch.testing.assert_close(left[1][part].float(), wanted[part][2], **close)
+        ends = wanted[part][2][:, :0] if races else wanted[part][2]
+        torch.testing.assert_close(left[1][part].float(), ends, **close)
         if not direct:
             torch.testing.assert_close(left[0][part].float(), wanted[part][0], **close)
 
@@ -137,8 +149,8 @@ def check(
 def check_all(device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Every case on `device`."""
     for case in CASES:
-        for modes in product((False, True), repeat=3):
-            check(case, modes, device, dtype, tolerance)
+        for mode in MODES:
+            check(case, mode, device, dtype, tolerance)
 
 
 def test_a_far_end_goes_along_only_while_everything_stays_in_registers() -> None:
@@ -162,24 +174,30 @@ def check_layer(shape: bench.Shape, views: int) -> None:
         assert max(errors.values()) < 1e-5, errors
 
 
-def check_shared() -> None:
-    """Gradients of a layer whose other launches share accumulators, and hand over row sums."""
+def check_shared(window: int) -> None:
+    """Gradients of a layer whose other launches share accumulators: it gets row sums, and adds to
+    clean keys in any order, their far ends too.
+    """
     from tests.attention.test_sharing import SharingDense, gradients
 
-    kinds = []
-    backward_into = small.backward_into
+    seen = []
+    backward_into, runs_small = small.backward_into, native._runs_small
 
-    def noted(rows: small.Rows, *args: Any) -> Any:
-        kinds.append(rows.out.ndim)
-        return backward_into(rows, *args)
+    def noted(rows: small.Rows, keys: small.Keys, todo: small.Problems, *args: Any) -> Any:
+        seen.append((rows.out.ndim, args[-1].races, todo.lengths[2] > 0))
+        return backward_into(rows, keys, todo, *args)
 
-    small.backward_into = noted
-    plan = make_plan(PlanRequest(length=96, block_size=8, num_ranks=2, num_clean_shards=2), 1)
+    small.backward_into, native._runs_small = noted, lambda _: True
+    small.MAX_ROWS = 8  # so that launches over chunks are not small
+    request = PlanRequest(length=96, block_size=8, num_ranks=2, num_clean_shards=2, window=window)
+    plan = make_plan(request, 1)
     found = gradients(plan, SharingDense(), corrupted_only=False)
-    assert set(kinds) == {3}, "nobody handed over row sums"
+    assert {ndim for ndim, *_ in seen} == {3}, "nobody handed over row sums"
+    assert (3, True, window > 0) in seen, seen  # others are the first to write their clean keys
     native._runs_small = lambda _: False
     for got, want in zip(found, gradients(plan, DenseKernel(), corrupted_only=False), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+    small.backward_into, native._runs_small = backward_into, runs_small
 
 
 def _interpret() -> None:
@@ -188,7 +206,8 @@ def _interpret() -> None:
     for views in (1, 2):
         check_layer(bench.Shape(4, 2, 16, block_size=8, window=20), views)
         check_layer(bench.Shape(2, 2, 16, block_size=8), views)
-    check_shared()
+    for window in (0, 20):
+        check_shared(window)
 
 
 if __name__ == "__main__":
