@@ -15,7 +15,6 @@ from torch import Tensor
 from megatron_bp.attention.lanes import Finish, Queue
 from megatron_bp.attention.problems import KeyValue, Problems, Spaces
 from megatron_bp.attention.sharing import Shared, SharedBackward, SharedLaunch, SharedRows
-from megatron_bp.layout.decomposition import KeySpace
 
 
 @dataclass(frozen=True)
@@ -42,20 +41,18 @@ class SharedRun:
         row_sums = self.sums.prepare(
             self.dout.transpose(0, 1), out.transpose(0, 1), lse.permute(1, 2, 0)
         )
+        first, last = shared.parts
+        goes_on = {number for number, _ in last.rows}
         open_rows: dict[int, SharedRows] = {}
-        for is_first in (True, False):
-            for number, group in enumerate(shared.rows):
-                parts = [shared.ends_first(x.space) is is_first for x in group.launches]
-                if any(parts):
-                    rows = open_rows.pop(number, None) or self._rows(number)
-                    self._launch(rows, [x for x, y in zip(group.launches, parts, strict=True) if y])
-                    if is_first and not all(parts):
-                        open_rows[number] = rows
-            for space, into in zip(KeySpace, self.grads[1], strict=False):
-                if shared.ends_first(space) is is_first:
-                    groups = (i for i, x in enumerate(shared.keys) if x.space is space)
-                    self.sums.write_keys(tuple(groups), into)
-            if is_first:
+        for part in (first, last):
+            for number, launches in part.rows:
+                rows = open_rows.pop(number, None) or self._rows(number)
+                self._launch(rows, launches)
+                if part is first and number in goes_on:
+                    open_rows[number] = rows
+            for space, groups in part.keys:
+                self.sums.write_keys(groups, self.grads[1][space])
+            if part is first:
                 first_done()
         self.sums.write_rows(self.grads[0])
         return row_sums.permute(2, 0, 1)
@@ -68,7 +65,7 @@ class SharedRun:
         at = Problems(group.own[0], keys[0].k.shape[2])
         return self.sums.rows(number, at.query(q), at.query(self.dout))
 
-    def _launch(self, rows: SharedRows, launches: list[SharedLaunch]) -> None:
+    def _launch(self, rows: SharedRows, launches: tuple[SharedLaunch, ...]) -> None:
         for launch in launches:
             pairs = launch.num_problems * launch.num_rows * launch.num_keys
             one = partial_call(_launch, rows, launch, self.saved[1][launch.space])

@@ -11,6 +11,7 @@ Specified by tests/attention/test_sharing.py.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -103,6 +104,13 @@ class RowGroup:
         return bool(self.own) and self.own[0].joined
 
 
+class Part(NamedTuple):
+    """Launches by the number of their row group; then the numbers of key groups to be written."""
+
+    rows: tuple[tuple[int, tuple[SharedLaunch, ...]], ...]
+    keys: tuple[tuple[KeySpace, tuple[int, ...]], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Shared:
     """What can share accumulators, and the rest of the pass, to be run after it.
@@ -114,12 +122,27 @@ class Shared:
     keys: tuple[KeyGroup, ...]
     rest: Pass
 
-    def ends_first(self, space: KeySpace) -> bool:
-        """Whether launches at keys of a space are in the first part of the pass.
+    @cached_property
+    def parts(self) -> tuple["Part", "Part"]:
+        """The two parts of the pass, in turn.
 
-        Those at the clean buffer are, and if none are at the shard, all.
+        The first one has the launches at the clean buffer, or all if none are at the shard.
         """
-        return space is KeySpace.CLEAN or all(x.space is not KeySpace.SHARD for x in self.keys)
+        clean, others = {KeySpace.CLEAN}, set(KeySpace) - {KeySpace.CLEAN}
+        if all(x.space is not KeySpace.SHARD for x in self.keys):
+            clean, others = clean | others, set()
+        return self._part(clean), self._part(others)
+
+    def _part(self, spaces: set[KeySpace]) -> "Part":
+        rows = [
+            (number, tuple(x for x in group.launches if x.space in spaces))
+            for number, group in enumerate(self.rows)
+        ]
+        keys: dict[KeySpace, tuple[int, ...]] = {}
+        for number, group in enumerate(self.keys):
+            if group.space in spaces:
+                keys[group.space] = (*keys.get(group.space, ()), number)
+        return Part(tuple(x for x in rows if x[1]), tuple(sorted(keys.items())))
 
 
 class SharedRows(Protocol):
