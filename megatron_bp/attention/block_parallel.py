@@ -253,8 +253,8 @@ class _BlockParallelAttention(torch.autograd.Function):
             size = (clean, *dpacked.shape[1:2], *dpacked.shape[3:])
             shard = dpacked.new_empty(size), dpacked.new_empty(size)
             keys, sums = (*keys, KeyValue(k[:clean], v[:clean])), (*sums, KeyValue(*shard))
-        saved = (q[first_row:], keys, Partial(out, lse))
-        grads = (dq[first_row:], sums)
+        rows, drows = (x[first_row:] if first_row else x for x in (q, dq))
+        saved, grads = (rows, keys, Partial(out, lse)), (drows, sums)
         # Not the late slab by itself: the rank with the last chunk computes on it until nearly the
         # end, and meanwhile a waiting reduction would take multiprocessors from the other ranks'
         # launches (docs/bench/nccl.md).
@@ -279,7 +279,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Partial, tupl
     gather, corrupted = _start_gather(k, v, call), _start_own_gathers(k, v, call)
     layer = call.layer
     # Detached here, not launch by launch: compiled kernels refuse tensors that need gradients.
-    clean, rows = _split(gather.buffer_SZ2MH), q.detach()[layer.first_row :]
+    clean, rows = _split(gather.buffer_SZ2MH), q.detach()
+    if layer.first_row:
+        rows = rows[layer.first_row :]
     if layer.options.strategy is Strategy.INTERVAL:
         gather.wait(Phase.LATE)
         own = _own_keys(k, v, call, corrupted)
@@ -300,8 +302,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Partial, tupl
 
 
 def _start_gather(k: Tensor, v: Tensor, call: _Call) -> CleanGather:
-    clean, exchange, groups = call.plan.rows.num_clean, call.plan.exchange, call.groups
-    return CleanGather(k[:clean], v[:clean], exchange, groups.clean_shards, together=groups.near)
+    exchange, groups = call.plan.exchange, call.groups
+    return CleanGather(k, v, exchange, groups.clean_shards, together=groups.near)
 
 
 def _split(packed_SZ2MH: Tensor) -> KeyValue:

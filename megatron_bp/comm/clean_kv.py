@@ -58,7 +58,8 @@ class CleanGather:
     started in the order early slab, late slab on every rank; `together` they are one kernel, for
     groups over which both slabs come about at once.
 
-    Shapes: `k_RZMH`, `v_RZMH` are the local clean rows [num_clean, Z, M, H].
+    Shapes: `k_RZMH`, `v_RZMH` begin with the local clean rows [num_clean, Z, M, H]; others may
+    follow.
     """
 
     def __init__(
@@ -76,12 +77,11 @@ class CleanGather:
         # A row that nobody fills must not hold a NaN that a masked product would spread.
         for lo, hi in unfilled_rows(exchange):
             self.buffer_SZ2MH[lo:hi].zero_()
-        own: dict[Copy, Tensor] = {}
-        for copy in exchange.own:
-            source, target, length = copy
-            own[copy] = self.buffer_SZ2MH[target : target + length]
-            local = slice(source, source + length)
-            pack(k_RZMH[local], v_RZMH[local], own[copy])
+        local, targets = _cuts(exchange.own, len(k_RZMH), exchange.num_buffer_rows)
+        places = targets.of(self.buffer_SZ2MH)
+        for k, v, place in zip(local.of(k_RZMH), local.of(v_RZMH), places, strict=True):
+            pack(k, v, place)
+        own = dict(zip(exchange.own, places, strict=True))
         self._pending: dict[int, Pending] = {}
         if exchange.num_shards == 1:
             return
@@ -123,13 +123,10 @@ class CleanGather:
                 rows = _rows_on(self.exchange, pending.tensor.device).receive
                 self.buffer_SZ2MH[rows] = pending.tensor
                 continue
-            own = [copy.target for copy in self.exchange.own]
-            copies = [x for x in self.exchange.slabs[key - 1].copies if x.target not in own]
+            copies = _others(self.exchange, key - 1)
             if copies:
-                torch._foreach_copy_(
-                    [self.buffer_SZ2MH[x.target : x.target + x.length] for x in copies],
-                    [pending.tensor[x.source : x.source + x.length] for x in copies],
-                )
+                brought, at = _cuts(copies, len(pending.tensor), self.exchange.num_buffer_rows)
+                torch._foreach_copy_(at.of(self.buffer_SZ2MH), brought.of(pending.tensor))
 
 
 class CleanReduce:
@@ -191,13 +188,10 @@ class CleanReduce:
             whole = self.grad_SZ2MH.new_empty(
                 (rows, *self.grad_SZ2MH.shape[1:]), dtype=self.wire_dtype
             )
-            copies = slab.copies
-            for lo, hi in _gaps(((x.source, x.length) for x in copies), rows):
-                whole[lo:hi] = 0
-            torch._foreach_copy_(
-                [whole[x.source : x.source + x.length] for x in copies],
-                [self.grad_SZ2MH[x.target : x.target + x.length] for x in copies],
-            )
+            sent, summed = _cuts(slab.copies, rows, self.exchange.num_buffer_rows)
+            for gap in sent.gaps_of(whole):
+                gap.zero_()
+            torch._foreach_copy_(sent.of(whole), summed.of(self.grad_SZ2MH))
         return ReducePart(whole, slab.length)
 
     def finish(self, num_rows: int) -> tuple[Tensor, Tensor]:
@@ -247,7 +241,46 @@ class CleanReduce:
         index = _rows_on(exchange, received.device)
         # Peer by peer: a row may come from several, and this way the sum has a fixed order.
         for rows, part in zip(index.own, received.split(exchange.send_counts), strict=True):
-            self.grad_SZ2MH[rows] += part.to(self.grad_SZ2MH.dtype)
+            if len(rows):
+                self.grad_SZ2MH.index_add_(0, rows, part.to(self.grad_SZ2MH.dtype))
+
+
+class _Cut(NamedTuple):
+    """Runs of rows as pieces of all rows, which are made in one go: sizes, and which are runs."""
+
+    sizes: tuple[int, ...]
+    which: tuple[int, ...]
+
+    def of(self, x: Tensor) -> list[Tensor]:
+        """The runs, in the order given."""
+        pieces = x.split_with_sizes(self.sizes)
+        return [pieces[i] for i in self.which]
+
+    def gaps_of(self, x: Tensor) -> list[Tensor]:
+        """What lies between them."""
+        if len(self.which) == len(self.sizes):
+            return []
+        pieces = x.split_with_sizes(self.sizes)
+        return [piece for i, piece in enumerate(pieces) if i not in self.which]
+
+
+@lru_cache(maxsize=1024)
+def _cuts(copies: tuple[Copy, ...], num_sources: int, num_targets: int) -> tuple[_Cut, _Cut]:
+    """Source rows and target rows of copies; neither overlap."""
+    sources = _cut([(x.source, x.length) for x in copies], num_sources)
+    return sources, _cut([(x.target, x.length) for x in copies], num_targets)
+
+
+def _cut(runs: list[tuple[int, int]], num_rows: int) -> _Cut:
+    pieces = sorted([*runs, *((lo, hi - lo) for lo, hi in _gaps(runs, num_rows))])
+    return _Cut(tuple(length for _, length in pieces), tuple(pieces.index(x) for x in runs))
+
+
+@lru_cache(maxsize=1024)
+def _others(exchange: SlabExchange, number: int) -> tuple[Copy, ...]:
+    """The copies of a slab that bring rows of other ranks; this rank's own lie there already."""
+    own = {copy.target for copy in exchange.own}
+    return tuple(x for x in exchange.slabs[number].copies if x.target not in own)
 
 
 @lru_cache(maxsize=256)
