@@ -44,6 +44,7 @@ from megatron_bp.attention.untile import (
     write_keys,
     write_rows,
 )
+from megatron_bp.attention.views import views_of
 
 ARCH = 90
 ALIGNED = 16
@@ -304,9 +305,8 @@ class Flash4Rows:
         tensors = (self._q, k, v, self._dout, known, known, self.sums, key_sums, key_sums)
         none = (None, None, None)
         for sample in range(work.num_samples):
-            views = operands(launch, self._layout, keys, sample)
             kernel(
-                *[view.of(x) for view, x in zip(views, tensors, strict=True)],
+                *views_of(operands(launch, self._layout, keys, sample), tensors),
                 work.scale,
                 None,
                 *none,

@@ -5,6 +5,7 @@ as much as to make it.
 Specified by tests/attention/test_passes.py and test_operands.py.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,6 +24,14 @@ class View(NamedTuple):
     def of(self, x: Tensor) -> Tensor:
         """The view of `x`."""
         return x.as_strided(self.shape, self.stride, x.storage_offset() + self.offset)
+
+
+def views_of(views: Sequence[View], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A view of each tensor."""
+    return [
+        x.as_strided(shape, stride, x.storage_offset() + offset)
+        for (shape, stride, offset), x in zip(views, tensors, strict=True)
+    ]
 
 
 @lru_cache(maxsize=4096)

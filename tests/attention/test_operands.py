@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_bp.attention.contract import Window
 from megatron_bp.attention.operands import KeyLayout, Operands, RowLayout, operands, whole
 from megatron_bp.attention.sharing import SharedLaunch
-from megatron_bp.attention.views import View
+from megatron_bp.attention.views import View, views_of
 from megatron_bp.layout.decomposition import KeySpace
 
 SAMPLES, HEADS, KV_HEADS, SIZE, WIDE, TILE = 2, 4, 2, 3, 4, 4
@@ -42,7 +42,7 @@ def test_views_hold_what_the_problems_read_and_add_to(launch: SharedLaunch, samp
     key_sums = torch.arange(2.0 * SAMPLES * RUNS * KV_HEADS * PADDED_KEYS * WIDE)
     views = operands(launch, rows, keys, sample)
     tensors = Operands(q, k, v, dout, known, known, sums, key_sums, key_sums)  # type: ignore[arg-type]
-    got = Operands(*(view.of(x) for view, x in zip(views, tensors, strict=True)))  # type: ignore[arg-type]
+    got = Operands(*views_of(views, tensors))  # type: ignore[arg-type]
     tall, long = whole(launch.num_rows, TILE), whole(launch.num_keys, TILE)
     by_run = key_sums.view(2, SAMPLES, RUNS, KV_HEADS, PADDED_KEYS, WIDE)
     for x in range(launch.num_problems):
