@@ -127,11 +127,9 @@ class NativeRun:
         return partial_call(merge_rows, out, lse, step.rows, part, part_lse.permute(0, 4, 1, 2, 3))
 
     def _small_forward(self, step: Step, q: Tensor, keys: Spaces, partial: Partial) -> Finish:
-        from megatron_bp.attention import triton_small as small
-
         todo = _small_problems(step, q.device)
         into = (partial.out, partial.lse)
-        small.forward_into(q, _near(step, keys), todo, self.scale, into, store=step.rows.store)
+        _small().forward_into(q, _near(step, keys), todo, self.scale, into, store=step.rows.store)
         return _nothing
 
     def begin_backward(
@@ -223,12 +221,11 @@ class NativeRun:
         saved: tuple[Tensor, Spaces, Partial],
         grads: tuple[Tensor, Spaces],
     ) -> Finish:
-        from megatron_bp.attention import triton_small as small
-
         (q, keys, partial), (dq, dkeys) = saved, grads
         (clean, _, far), into = _small_runs(step), _near(step, dkeys)
         # Launches that share accumulators have added in any order already.
         in_any_order = bool(row_sums) and into.clean[0].dtype.itemsize >= 4
+        small = _small()
         left = small.backward_into(
             small.Rows(q, row_sums[0] if row_sums else partial.out, partial.lse, dout_TZNH),
             _near(step, keys),
@@ -249,6 +246,15 @@ class NativeRun:
 SmallRuns = tuple[tuple[Runs, ...], tuple[Runs, ...], tuple[Runs, ...]]
 
 
+@lru_cache(maxsize=1)
+def _small() -> Any:
+    """The small-problem kernel; needs Triton."""
+    from megatron_bp.attention import triton_small
+
+    return triton_small
+
+
+@lru_cache(maxsize=8192)
 def _small_runs(step: Step) -> SmallRuns:
     """The clean run, the own run and the far end of a step's problems; empty where absent."""
     clean = tuple(runs for space, runs in step.keys if space is not KeySpace.OWN)
@@ -256,23 +262,23 @@ def _small_runs(step: Step) -> SmallRuns:
     return clean, own, tuple(runs for far in step.far for _, runs in far.keys)
 
 
+@lru_cache(maxsize=8192)
+def _near_space(step: Step) -> KeySpace:
+    in_shard = any(space is KeySpace.SHARD for space, _ in step.keys)
+    return KeySpace.SHARD if in_shard else KeySpace.CLEAN
+
+
 def _near(step: Step, spaces: Spaces) -> Any:
     """The clean buffer, or instead this rank's shard, as a step reads it, and the own one."""
-    from megatron_bp.attention import triton_small as small
-
-    in_shard = any(space is KeySpace.SHARD for space, _ in step.keys)
-    clean = spaces[KeySpace.SHARD if in_shard else KeySpace.CLEAN]
-    return small.Keys(tuple(clean), tuple(spaces[KeySpace.OWN]))  # type: ignore[arg-type]
+    return _small().Keys(spaces[_near_space(step)], spaces[KeySpace.OWN])
 
 
 @lru_cache(maxsize=8192)
 def _small_stores(step: Step, in_any_order: bool) -> Any:
     """How results are put; those of clean keys race if nothing of theirs is to be overwritten."""
-    from megatron_bp.attention import triton_small as small
-
     clean, own, far = _small_runs(step)
     races = in_any_order and not any(x.store for x in (*clean, *far))
-    return small.Stores(
+    return _small().Stores(
         rows=step.rows.store,
         clean=all(x.store for x in clean) and not races,
         own=all(x.store for x in own),
@@ -316,12 +322,10 @@ def _fits_small(step: Step, head_size: int) -> bool:
     spaces = {space for x in (step, *step.far) for space, _ in x.keys} - {KeySpace.OWN}
     if len(spaces) > 1:  # the kernel reads one buffer beside the own one
         return False
-    from megatron_bp.attention import triton_small as small
-
     clean, own, far = _small_runs(step)
     keys, end = (sum(x.length for x in runs) for runs in ((*clean, *own), far))
     one_each = max(len(clean), len(own), len(far)) <= 1 and _apart((step.rows, *own))
-    return one_each and small.fits(step.rows.length, keys, end, head_size)
+    return one_each and _small().fits(step.rows.length, keys, end, head_size)
 
 
 def _runs_small(x: Tensor) -> bool:
@@ -347,14 +351,12 @@ def _shared(
 @lru_cache(maxsize=8192)
 def _small_problems(step: Step, device: torch.device) -> Any:
     """A step as the small-problem kernel takes it."""
-    from megatron_bp.attention import triton_small as small
-
     runs = _small_runs(step)
     absent = np.zeros_like(step.rows.starts)
     starts = np.stack([step.rows.starts, *(x[0].starts if x else absent for x in runs)])
     lengths = tuple(x[0].length if x else 0 for x in runs)
     on_device = torch.from_numpy(starts).to(device)
-    return small.Problems(on_device, step.rows.length, lengths, step.window)  # type: ignore[arg-type]
+    return _small().Problems(on_device, step.rows.length, lengths, step.window)
 
 
 def _clear_gaps(todo: Pass, grads: tuple[Tensor, Spaces]) -> None:
