@@ -31,7 +31,7 @@ from megatron_bp.attention.keeping import ALONE, Slot
 from megatron_bp.attention.lanes import queue_on
 from megatron_bp.attention.native import NativeRun, Partial, empty_partial
 from megatron_bp.attention.own_last import own_last
-from megatron_bp.attention.passes import write_part
+from megatron_bp.attention.passes import pack_rows, write_part
 from megatron_bp.attention.problems import KeyValue, Spaces
 from megatron_bp.attention.ragged import RaggedKernel, RaggedStep, together
 from megatron_bp.attention.schedule import Pass, make_schedule
@@ -302,8 +302,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: _Call) -> tuple[Partial, tupl
 
 
 def _start_gather(k: Tensor, v: Tensor, call: _Call) -> CleanGather:
-    exchange, groups = call.plan.exchange, call.groups
-    return CleanGather(k, v, exchange, groups.clean_shards, together=groups.near)
+    exchange, shards, near = call.plan.exchange, call.groups.clean_shards, call.groups.near
+    return CleanGather(k, v, exchange, shards, together=near, pack_own=pack_rows)
 
 
 def _split(packed_SZ2MH: Tensor) -> KeyValue:

@@ -17,6 +17,7 @@ from megatron_bp.attention.merge import merge
 from megatron_bp.attention.schedule import Runs
 from megatron_bp.attention.views import problems_view, rows_view
 from megatron_bp.comm import clean_kv
+from megatron_bp.layout.exchange import Copy
 
 MOST_COVER = 16
 """Evenly spaced runs are added in one pass if a row lies in at most so many of them."""
@@ -153,6 +154,16 @@ def add_rows(
             _write_rows(target, runs, value)
         else:
             add_by_rounds(target, runs, value)
+
+
+def pack_rows(k_RZMH: Tensor, v_RZMH: Tensor, copies: tuple[Copy, ...], out_SZ2MH: Tensor) -> None:
+    """See clean_kv.pack_rows."""
+    if _has_kernels(out_SZ2MH) and k_RZMH.stride(3) == v_RZMH.stride(3) == 1:
+        from megatron_bp.attention import triton_moves
+
+        triton_moves.pack_rows(k_RZMH, v_RZMH, copies, out_SZ2MH)
+        return
+    clean_kv.pack_rows(k_RZMH, v_RZMH, copies, out_SZ2MH)
 
 
 def write_part(

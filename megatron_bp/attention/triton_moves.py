@@ -1,4 +1,4 @@
-"""Triton kernels of passes.py that move what is contiguous: columns to padded ones, reduced parts.
+"""Triton kernels of passes.py that move rows: to packed or padded ones, and reduced parts home.
 
 Knows strides and dtypes, no plan. Letters as in passes.py.
 Specified by tests/attention/test_passes.py (interpreted on CPU) and test_gpu_passes.py.
@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_bp.attention.triton_launch import Launch, ceil_div, padded_size
+from megatron_bp.layout.exchange import Copy
 
 
 @triton.jit
@@ -133,3 +134,66 @@ def _part(
         (row, samples, width, *beside[:2], *to[:2]),
         (own, block),
     )
+
+
+@triton.jit
+def _pack_kernel(  # type: ignore[no-untyped-def]
+    k_ptr,
+    v_ptr,
+    into_ptr,
+    source,
+    target,
+    length,
+    source2,
+    target2,
+    num_samples,
+    width,
+    k_t,
+    k_z,
+    k_m,
+    v_t,
+    v_z,
+    v_m,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Keys and values of one row and sample of two runs: WIDTH of the heads' elements."""
+    line = tl.program_id(0).to(tl.int64)
+    row, z = line // num_samples, line % num_samples
+    second = row >= length
+    t = tl.where(second, source2 - length, source) + row
+    s = tl.where(second, target2 - length, target) + row
+    w = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    keep = w < width
+    m, h = w // SIZE, w % SIZE
+    k = tl.load(k_ptr + t * k_t + z * k_z + m * k_m + h, mask=keep, other=0.0)
+    v = tl.load(v_ptr + t * v_t + z * v_z + m * v_m + h, mask=keep, other=0.0)
+    to = into_ptr + (s * num_samples + z) * 2 * width + w
+    tl.store(to, k, mask=keep)
+    tl.store(to + width, v, mask=keep)
+
+
+def pack_rows(k_RZMH: Tensor, v_RZMH: Tensor, copies: tuple[Copy, ...], out_SZ2MH: Tensor) -> None:
+    """See clean_kv.pack_rows."""
+    assert out_SZ2MH.is_contiguous(), "packed rows are contiguous"
+    for launch in _packs(copies, k_RZMH.shape[1:], (k_RZMH.stride(), v_RZMH.stride())):
+        launch.start((k_RZMH, v_RZMH, out_SZ2MH))
+
+
+@lru_cache(maxsize=1024)
+def _packs(
+    copies: tuple[Copy, ...], shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]
+) -> tuple[Launch, ...]:
+    """A launch for two runs."""
+    samples, heads, size = shape
+    assert all(x[3] == 1 for x in strides), "head elements must be contiguous"
+    width, some = heads * size, [x for x in copies if x.length]
+    block = min(padded_size(width), 1024)
+    found = []
+    for at in range(0, len(some), 2):
+        first, *others = some[at : at + 2]
+        second = others[0] if others else Copy(0, 0, 0)
+        numbers = (*first, *second[:2], samples, width, *[x for at in strides for x in at[:3]])
+        grid = ((first.length + second.length) * samples, ceil_div(width, block), 1)
+        found.append(Launch(_pack_kernel, grid, numbers, (size, block)))
+    return tuple(found)

@@ -32,6 +32,18 @@ def pack(k_RZMH: Tensor, v_RZMH: Tensor, out_RZ2MH: Tensor) -> None:
     torch.stack((k_RZMH, v_RZMH), dim=2, out=out_RZ2MH)  # one kernel for both
 
 
+PackRows = Callable[[Tensor, Tensor, tuple[Copy, ...], Tensor], None]
+"""See `pack_rows`."""
+
+
+def pack_rows(k_RZMH: Tensor, v_RZMH: Tensor, copies: tuple[Copy, ...], out_SZ2MH: Tensor) -> None:
+    """Packs the rows of `copies` (local row -> buffer row), which do not overlap."""
+    local, targets = _cuts(copies, len(k_RZMH), len(out_SZ2MH))
+    runs = zip(local.of(k_RZMH), local.of(v_RZMH), targets.of(out_SZ2MH), strict=True)
+    for k, v, place in runs:
+        pack(k, v, place)
+
+
 WritePart = Callable[[Tensor, int, tuple[Tensor, ...], tuple[Tensor, Tensor]], None]
 """See `write_part`."""
 
@@ -56,7 +68,7 @@ class CleanGather:
 
     `buffer_SZ2MH` holds this rank's own rows at once, the rest as phases complete. Collectives are
     started in the order early slab, late slab on every rank; `together` they are one kernel, for
-    groups over which both slabs come about at once.
+    groups over which both slabs come about at once. `pack_own` packs this rank's rows.
 
     Shapes: `k_RZMH`, `v_RZMH` begin with the local clean rows [num_clean, Z, M, H]; others may
     follow.
@@ -70,6 +82,7 @@ class CleanGather:
         group: Group,
         *,
         together: bool = False,
+        pack_own: PackRows = pack_rows,
     ) -> None:
         self.exchange = exchange
         shape = (exchange.num_buffer_rows, k_RZMH.shape[1], 2, *k_RZMH.shape[2:])
@@ -77,18 +90,14 @@ class CleanGather:
         # A row that nobody fills must not hold a NaN that a masked product would spread.
         for lo, hi in unfilled_rows(exchange):
             self.buffer_SZ2MH[lo:hi].zero_()
-        local, targets = _cuts(exchange.own, len(k_RZMH), exchange.num_buffer_rows)
-        places = targets.of(self.buffer_SZ2MH)
-        for k, v, place in zip(local.of(k_RZMH), local.of(v_RZMH), places, strict=True):
-            pack(k, v, place)
-        own = dict(zip(exchange.own, places, strict=True))
+        pack_own(k_RZMH, v_RZMH, exchange.own, self.buffer_SZ2MH)
         self._pending: dict[int, Pending] = {}
         if exchange.num_shards == 1:
             return
         if isinstance(exchange, SlabExchange):
             slabs = [(n, x) for n, x in enumerate(exchange.slabs, start=1) if x.length]
             for some in [slabs] if together else [[one] for one in slabs]:
-                parts = [self._part(slab, k_RZMH, v_RZMH, own) for _, slab in some]
+                parts = [self._part(slab, k_RZMH, v_RZMH) for _, slab in some]
                 started = start_gathers(parts, group)
                 self._pending |= zip((phase for phase, _ in some), started, strict=True)
         else:
@@ -97,18 +106,16 @@ class CleanGather:
             splits = Splits(exchange.send_counts, exchange.receive_counts)
             self._pending[1] = start_exchange(sent, splits, group)
 
-    def _part(
-        self, slab: Slab, k_RZMH: Tensor, v_RZMH: Tensor, own: dict[Copy, Tensor]
-    ) -> GatherPart:
-        """One slab's gather. What it sends is packed already if `own` rows are all of the share."""
+    def _part(self, slab: Slab, k_RZMH: Tensor, v_RZMH: Tensor) -> GatherPart:
+        """One slab's gather. What it sends is packed already if own rows are all of the share."""
         rows, in_place = self.exchange.num_shards * slab.length, slab.in_place_at >= 0
         if in_place:
             gathered = self.buffer_SZ2MH[slab.in_place_at : slab.in_place_at + rows]
         else:
             gathered = self.buffer_SZ2MH.new_empty((rows, *self.buffer_SZ2MH.shape[1:]))
-        for copy, packed in own.items():
-            if copy.source == slab.local_row and copy.length == slab.length:
-                return GatherPart(gathered, packed)
+        for source, target, length in self.exchange.own:
+            if (source, length) == (slab.local_row, slab.length):
+                return GatherPart(gathered, self.buffer_SZ2MH[target : target + length])
         mine = gathered[self.exchange.shard * slab.length :][: slab.length]
         local = slice(slab.local_row, slab.local_row + slab.length)
         pack(k_RZMH[local], v_RZMH[local], mine)

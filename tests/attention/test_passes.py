@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_bp.attention import passes
 from megatron_bp.attention.merge import merge
 from megatron_bp.attention.schedule import Runs, disjoint_rounds
+from megatron_bp.layout.exchange import Copy
 from tests.interpreted import run_interpreted
 
 ROWS, SAMPLES, KV_HEADS, GROUP, SIZE = 12, 2, 3, 2, 6
@@ -107,6 +108,20 @@ def check_pad(name: str, joined: bool, device: str) -> None:
     assert got.shape == (*want.shape[:3], length + 3)
 
 
+def check_pack(device: str) -> None:
+    """pack_rows of three runs and an empty one, of keys and values that lie apart."""
+    wide = random(ROWS, SAMPLES, KV_HEADS, 3, SIZE, seed=1, device=device).bfloat16()
+    k, v = wide[:, :, :, 2].contiguous(), wide[:, :, :, 1]
+    copies = (Copy(6, 1, 3), Copy(0, 7, 2), Copy(2, 2, 0), Copy(3, 9, 1))
+    buffer = torch.ones(ROWS, SAMPLES, 2, KV_HEADS, SIZE, device=device, dtype=k.dtype)
+    want = buffer.clone()
+    for source, target, length in copies:
+        for i, x in enumerate((k, v)):
+            want[target : target + length, :, i] = x[source : source + length]
+    passes.pack_rows(k, v, copies, buffer)
+    assert torch.equal(buffer, want)
+
+
 def check_part(own: bool, device: str) -> None:
     """write_part in fp32 and bf16, beside rows that stay as they are."""
     part = random(5, SAMPLES, 2, KV_HEADS, SIZE, seed=1, device=device)
@@ -124,6 +139,7 @@ def check_part(own: bool, device: str) -> None:
 
 def check_all(device: str) -> None:
     """Every case on `device`."""
+    check_pack(device)
     for own in (False, True):
         check_part(own, device)
     for name in CASES:
@@ -207,7 +223,7 @@ def _interpret() -> None:
         return into
 
     passes.merge_rows, passes.add_rows, passes.pad_rows = merge_rows, add_rows, pad_rows
-    passes.write_part = triton_moves.write_part
+    passes.write_part, passes.pack_rows = triton_moves.write_part, triton_moves.pack_rows
     check_all("cpu")
 
 
