@@ -220,6 +220,9 @@ def _backward(lie: _Lie, store: Stores) -> Launch:
     strides, constants = _strides(lie)
     lengths = (lie.num_rows * lie.group, *lie.lengths)
     shape, resources = _backward_shape(lengths, lie.size, lie.device)
+    if store.races and shape[0] == 1 and shape[4] == WHOLE_HEAD and not lie.lengths[2]:
+        # Two programs a multiprocessor are faster than one that spills no registers.
+        resources = resources._replace(num_warps=4)
     summed = len(lie.strides[5]) == 3
     assert not store.races or (store.direct and not store.clean), f"{store}: a race must add"
     clean, end = (RACE, RACE) if store.races else (_how(store.clean or not store.direct), WRITE)

@@ -126,31 +126,31 @@ def _put_both(  # type: ignore[no-untyped-def]
     _put(at2, value, keep2, OWN)
 
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
 @triton.jit
-def _probabilities(q, k, v, g, lse, delta, seen, scale):  # type: ignore[no-untyped-def]
-    """p and ds of a tile of keys; see kernels/dense.py for the formula."""
-    p = tl.where(seen, tl.exp(tl.dot(q, tl.trans(k)) * scale - lse[:, None]), 0.0)
-    ds = p * (tl.dot(g, tl.trans(v)) - delta[:, None]) * scale
+def _probabilities(q, k, v, g, lse2, delta, seen, scale):  # type: ignore[no-untyped-def]
+    """p and ds of a tile of keys, with the LSE to base 2; see kernels/dense.py for the formula."""
+    p = tl.where(seen, tl.exp2(tl.dot(q, tl.trans(k)) * (scale * LOG2E) - lse2[:, None]), 0.0)
+    ds = p * (tl.dot(g, tl.trans(v)) - delta[:, None])
     return p.to(g.dtype), ds.to(q.dtype)
 
 
 @triton.jit
-def _query_side(  # type: ignore[no-untyped-def]
-    q_ptr, dout_ptr, out_ptr, lse_ptr, a, n, h, keep, inside, l_q, l_n, t_q, t_n,
-    q_q: tl.constexpr, q_n: tl.constexpr, g_q: tl.constexpr, g_n: tl.constexpr,
+def _row_numbers(  # type: ignore[no-untyped-def]
+    out_ptr, lse_ptr, g, a, n, h, keep, inside, l_q, l_n, t_q, t_n,
     o_q: tl.constexpr, o_n: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """q, dout, LSE and rowsum(dout * out) of a tile of rows."""
-    a2, n2, h2, keep2 = a[:, None], n[:, None], h[None, :], keep[:, None] & inside
-    q = tl.load(q_ptr + (a2 * q_q + n2 * q_n + h2), mask=keep2, other=0.0)
-    g = tl.load(dout_ptr + (a2 * g_q + n2 * g_n + h2), mask=keep2, other=0.0)
+    """LSE to base 2 and rowsum(dout * out) of a tile of rows with dout `g`."""
     lse = tl.load(lse_ptr + (a * l_q + n * l_n), mask=keep, other=0.0)
     if SUMMED:
         delta = tl.load(out_ptr + (a * t_q + n * t_n), mask=keep, other=0.0)
     else:
-        o = tl.load(out_ptr + (a2 * o_q + n2 * o_n + h2), mask=keep2, other=0.0)
+        at = a[:, None] * o_q + n[:, None] * o_n + h[None, :]
+        o = tl.load(out_ptr + at, mask=keep[:, None] & inside, other=0.0)
         delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
-    return q, g, lse, delta
+    return lse * LOG2E, delta
 
 
 @triton.jit
@@ -184,7 +184,8 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     there = (c2 < near) & inside
     k_at = _near_at(k_ptr + a1, k2_ptr + b1, c, h, split, k_k, k2_k)
     v_at = _near_at(v_ptr + a1, v2_ptr + b1, c, h, split, k_k, k2_k)
-    k, v = tl.load(k_at, mask=there, other=0.0), tl.load(v_at, mask=there, other=0.0)
+    if TILES > 1:
+        k, v = tl.load(k_at, mask=there, other=0.0), tl.load(v_at, mask=there, other=0.0)
     if FAR > 0:
         f = tl.arange(0, FAR)
         last = tl.load(starts_ptr + 3 * problems + x)
@@ -192,9 +193,6 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         at3 = (last if END == RACES else x.to(tl.int64) * far) * e3_k + z * e3_z + m * e3_m
         at3 += f[:, None] * e3_k + h2
         last = last * k_k + z * k_z + m * k_m + (f[:, None] * k_k + h2)
-        if TILES == 1:  # on its way with the others
-            k3 = tl.load(k_ptr + last, mask=there3, other=0.0)
-            v3 = tl.load(v_ptr + last, mask=there3, other=0.0)
         dk3 = tl.zeros((FAR, SIZE), dtype=tl.float32)
         dv3 = tl.zeros((FAR, SIZE), dtype=tl.float32)
     q_ptr += row * q_q + z * q_z + m * GROUP * q_n
@@ -217,32 +215,43 @@ def backward_kernel(  # type: ignore[no-untyped-def]
         r = tile * ROWS + tl.arange(0, ROWS)
         a, n = r // GROUP, r % GROUP
         keep = a < num_rows
-        q, g, lse, delta = _query_side(
-            q_ptr, dout_ptr, out_ptr, lse_ptr, a, n, h, keep, inside, l_q, l_n, t_q, t_n,
-            q_q, q_n, g_q, g_n, o_q, o_n, SUMMED)  # fmt: skip
-        seen = _near_seen(a[:, None], c[None, :], num_rows, near, left, right)
-        p, ds = _probabilities(q, k, v, g, lse, delta, seen, scale)
+        a2, n2, keep2 = a[:, None], n[:, None], keep[:, None] & inside
+        # Everything that a product takes is on its way before the first one.
+        q = tl.load(q_ptr + (a2 * q_q + n2 * q_n + h2), mask=keep2, other=0.0)
+        if TILES == 1:
+            k = tl.load(k_at, mask=there, other=0.0)
+        g = tl.load(dout_ptr + (a2 * g_q + n2 * g_n + h2), mask=keep2, other=0.0)
+        if TILES == 1:
+            v = tl.load(v_at, mask=there, other=0.0)
+        lse2, delta = _row_numbers(
+            out_ptr, lse_ptr, g, a, n, h, keep, inside, l_q, l_n, t_q, t_n, o_q, o_n, SUMMED
+        )  # fmt: skip
+        if FAR > 0:
+            k3 = tl.load(k_ptr + last, mask=there3, other=0.0)
+            v3 = tl.load(v_ptr + last, mask=there3, other=0.0)
+        seen = _near_seen(a2, c[None, :], num_rows, near, left, right)
+        p, ds = _probabilities(q, k, v, g, lse2, delta, seen, scale)
         dv += tl.dot(tl.trans(p), g)
         if TILES == 1:  # written at once, to have room for the rest
             _put_both(dv_ptr + at, dv2_ptr + at2, dv, mine, mine2, CLEAN, OWN)
         dk += tl.dot(tl.trans(ds), q)
         if TILES == 1:
-            _put_both(dk_ptr + at, dk2_ptr + at2, dk, mine, mine2, CLEAN, OWN)
+            _put_both(dk_ptr + at, dk2_ptr + at2, dk * scale, mine, mine2, CLEAN, OWN)
         dq = tl.dot(ds, k)
         if FAR > 0:
-            if TILES > 1:
-                k3 = tl.load(k_ptr + last, mask=there3, other=0.0)
-                v3 = tl.load(v_ptr + last, mask=there3, other=0.0)
-            seen = _far_seen(a[:, None], f[None, :], num_rows, far)
-            p, ds = _probabilities(q, k3, v3, g, lse, delta, seen, scale)
+            seen = _far_seen(a2, f[None, :], num_rows, far)
+            p, ds = _probabilities(q, k3, v3, g, lse2, delta, seen, scale)
             dv3 += tl.dot(tl.trans(p), g)
+            if TILES == 1:
+                _put(dv3_ptr + at3, dv3, there3, END)
             dk3 += tl.dot(tl.trans(ds), q)
-            dq += tl.dot(ds, k3)
-        d_at = dq_ptr + (a[:, None] * d_q + n[:, None] * d_n + h2)
-        _put(d_at, dq, keep[:, None] & inside, QUERY)
+            if TILES == 1:
+                _put(dk3_ptr + at3, dk3 * scale, there3, END)
+            dq = tl.dot(ds, k3, dq)
+        _put(dq_ptr + (a2 * d_q + n2 * d_n + h2), dq * scale, keep2, QUERY)
     if TILES > 1:
         _put_both(dv_ptr + at, dv2_ptr + at2, dv, mine, mine2, CLEAN, OWN)
-        _put_both(dk_ptr + at, dk2_ptr + at2, dk, mine, mine2, CLEAN, OWN)
-    if FAR > 0:
-        _put(dk3_ptr + at3, dk3, there3, END)
-        _put(dv3_ptr + at3, dv3, there3, END)
+        _put_both(dk_ptr + at, dk2_ptr + at2, dk * scale, mine, mine2, CLEAN, OWN)
+        if FAR > 0:
+            _put(dv3_ptr + at3, dv3, there3, END)
+            _put(dk3_ptr + at3, dk3 * scale, there3, END)
