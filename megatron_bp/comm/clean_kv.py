@@ -159,7 +159,8 @@ class CleanReduce:
         )
         if zeroed:
             self.grad_SZ2MH.zero_()
-        self._pending: list[tuple[int, Pending]] = []  # with its first local row
+        self._pending: list[Pending] = []
+        self._summed: tuple[Tensor, ...] = ()  # what reduce-scatters fill, all local rows
         self._deferred = False
 
     def start(self) -> None:
@@ -178,16 +179,19 @@ class CleanReduce:
         if exchange.num_shards == 1:
             return
         if isinstance(exchange, SlabExchange):
-            slabs = [slab for slab in exchange.slabs if slab.length]
-            parts = start_reduces([self._part(slab) for slab in slabs], self.group)
-            self._pending += zip((slab.local_row for slab in slabs), parts, strict=True)
+            lengths = [slab.length for slab in exchange.slabs]  # local rows, one after the other
+            shape = (sum(lengths), *self.grad_SZ2MH.shape[1:])
+            self._summed = (self.grad_SZ2MH.new_empty(shape, dtype=self.wire_dtype),)
+            mine = zip(exchange.slabs, self._summed[0].split(lengths), strict=True)
+            parts = [self._part(slab, rows) for slab, rows in mine if slab.length]
+            self._pending += start_reduces(parts, self.group)
         else:
             rows = _rows_on(exchange, self.grad_SZ2MH.device).receive
             sent = self.grad_SZ2MH[rows].to(self.wire_dtype)
             splits = Splits(exchange.receive_counts, exchange.send_counts)
-            self._pending.append((0, start_exchange(sent, splits, self.group)))
+            self._pending.append(start_exchange(sent, splits, self.group))
 
-    def _part(self, slab: Slab) -> ReducePart:
+    def _part(self, slab: Slab, mine: Tensor) -> ReducePart:
         rows = self.exchange.num_shards * slab.length
         if slab.in_place_at >= 0:
             whole = self.grad_SZ2MH[slab.in_place_at : slab.in_place_at + rows].to(self.wire_dtype)
@@ -199,7 +203,7 @@ class CleanReduce:
             for gap in sent.gaps_of(whole):
                 gap.zero_()
             torch._foreach_copy_(sent.of(whole), summed.of(self.grad_SZ2MH))
-        return ReducePart(whole, slab.length)
+        return ReducePart(mine, whole)
 
     def finish(self, num_rows: int) -> tuple[Tensor, Tensor]:
         """Gradients of the local clean rows, once every started collective is done.
@@ -230,13 +234,13 @@ class CleanReduce:
         if exchange.num_shards == 1 or isinstance(exchange, WindowExchange):
             mine = [self.grad_SZ2MH[x.target : x.target + x.length] for x in exchange.own]
             parts += [(copy.source, part) for copy, part in zip(exchange.own, mine, strict=True)]
-        for row, pending in self._pending:
+        for pending in self._pending:
             pending.wait()
             if isinstance(exchange, WindowExchange):
                 self._add_received(exchange, pending.tensor)
-            else:
-                parts.append((row, pending.tensor))
         self._pending.clear()
+        parts += [(0, summed) for summed in self._summed]
+        self._summed = ()
         for lo, hi in _gaps(((row, len(part)) for row, part in parts), len(dk_RZMH)):
             dk_RZMH[lo:hi].zero_()
             dv_RZMH[lo:hi].zero_()

@@ -72,10 +72,10 @@ class GatherPart(NamedTuple):
 
 
 class ReducePart(NamedTuple):
-    """`whole` is summed over the ranks; rank r receives its rows [r, r + 1) * `num_rows`."""
+    """`whole` is summed over the ranks; `mine` of rank r receives its rows [r, r + 1) * len."""
 
+    mine: Tensor
     whole: Tensor
-    num_rows: int
 
 
 def reduces_at_once(group: Group) -> bool:
@@ -100,11 +100,9 @@ def start_reduces(parts: Sequence[ReducePart], group: Group) -> list[Pending]:
     """Starts all parts, in one kernel where the backend can; one result for each."""
     if isinstance(group, BlockingGroup):
         return [_done(x) for x in start_reduces(parts, group.whole)]
-    mine = [x.whole.new_empty((x.num_rows, *x.whole.shape[1:])) for x in parts]
-    pairs = [(at, x.whole) for at, x in zip(mine, parts, strict=True)]
     if isinstance(group, NodeGroup):
-        return [Pending(reduce_by_node(at, x, group), at) for at, x in pairs]
-    return _start_together(dist.reduce_scatter_tensor, pairs, wire_group(group))
+        return [Pending(reduce_by_node(*x, group), x.mine) for x in parts]
+    return _start_together(dist.reduce_scatter_tensor, list(parts), wire_group(group))
 
 
 def _start_together(
