@@ -61,7 +61,10 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Keys(NamedTuple):
-    """Keys and values (or their gradients) of the clean and own buffers, each [S, Z, M, H]."""
+    """Keys and values (or their gradients) of the clean and own buffers, each [S, Z, M, H].
+
+    Those of a buffer lie alike, but for own keys and values.
+    """
 
     clean: Pair
     own: Pair
@@ -113,12 +116,12 @@ def _lie(q_TZNH: Tensor, keys: Keys, todo: Problems, scale: float, *others: Tens
     return _Lie(*problem, *at, scale, q_TZNH.device, strides)
 
 
-def _key_strides(lie: _Lie) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Strides of q, of clean and of own keys."""
+def _input_strides(lie: _Lie) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Strides of q and keys: those that are numbers of every kernel, and its first constants."""
     q, k, v, k2, v2 = lie.strides[:5]
-    assert (k, k2) == (v, v2), "k and v must lie alike"
-    assert q[3] == k[3] == k2[3] == 1, "heads must be contiguous"
-    return q, k, k2
+    assert k == v, "clean k and v must lie alike"
+    assert q[3] == k[3] == k2[3] == v2[3] == 1, "heads must be contiguous"
+    return (q[1], k[1], k[2], k2[1], k2[2], v2[1], v2[2]), (q[0], q[2], k[0], k2[0], v2[0])
 
 
 def forward_into(
@@ -137,14 +140,14 @@ def forward_into(
 
 @lru_cache(maxsize=1024)
 def _forward(lie: _Lie, store: bool) -> Launch:
-    q, k, k2 = _key_strides(lie)
+    inputs, constants = _input_strides(lie)
     out, lse = lie.strides[5:]
     near, far, wide = _tile(sum(lie.lengths[:2])), lie.lengths[2], _tile(lie.size)
     rows = 128 if near * wide <= 8192 and wide <= 128 else 64
     programs = lie.problems * lie.samples
     grid = (programs, lie.kv_heads, ceil_div(lie.num_rows * lie.group, rows))
-    strides = (q[1], k[1], k[2], k2[1], k2[2], out[1], *lse)
-    constants = (q[0], q[2], k[0], k2[0], out[0], out[2], lie.group, lie.size, store, rows, near)
+    strides = (*inputs, out[1], *lse)
+    constants = (*constants, out[0], out[2], lie.group, lie.size, store, rows, near)
     if lie.size > WHOLE_HEAD and not far:
         numbers = (*lie.numbers, lie.scale, *lie.window, *strides)
         resources = Resources(num_warps=4, num_stages=1)
@@ -261,15 +264,15 @@ def _backward_shape(
 
 def _strides(lie: _Lie) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Strides of a backward's tensors: those that are numbers of its kernel, and its constants."""
-    q, k, k2 = _key_strides(lie)
+    inputs, constants = _input_strides(lie)
     out, lse, dout, dq, dk, dk2, dk3 = lie.strides[5:]
     assert dout[3] == dq[3] == dk[3] == dk2[3] == 1, "heads must be contiguous"
     output, sums = ((*out[:3],), (0, 0, 0))[:: 1 if len(out) == 4 else -1]
     at_keys = (dk[1], dk[2], dk2[1], dk2[2], dk3[1], dk3[2])
     return (
-        (q[1], k[1], k[2], k2[1], k2[2], output[1], *lse, *sums, dout[1], dq[1], *at_keys),
+        (*inputs, output[1], *lse, *sums, dout[1], dq[1], *at_keys),
         (
-            *(q[0], q[2], k[0], k2[0], output[0], output[2], dout[0], dout[2]),
+            *(*constants, output[0], output[2], dout[0], dout[2]),
             *(dq[0], dq[2], dk[0], dk2[0], dk3[0]),
         ),
     )

@@ -36,9 +36,9 @@ def _far_seen(a, c, num_rows, far):  # type: ignore[no-untyped-def]
 def forward_kernel(  # type: ignore[no-untyped-def]
     starts_ptr, q_ptr, k_ptr, v_ptr, k2_ptr, v2_ptr, out_ptr, lse_ptr,
     problems, samples, num_rows, split, near, far, scale, left, right,
-    q_z, k_z, k_m, k2_z, k2_m, o_z, l_q, l_z, l_n,
+    q_z, k_z, k_m, k2_z, k2_m, v2_z, v2_m, o_z, l_q, l_z, l_n,
     q_q: tl.constexpr, q_n: tl.constexpr, k_k: tl.constexpr, k2_k: tl.constexpr,
-    o_q: tl.constexpr, o_n: tl.constexpr,
+    v2_k: tl.constexpr, o_q: tl.constexpr, o_n: tl.constexpr,
     GROUP: tl.constexpr, HEAD: tl.constexpr, STORE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FAR: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     x, z = problem // samples, (problem % samples).to(tl.int64)
     row = tl.load(starts_ptr + x)
     first = tl.load(starts_ptr + problems + x) * k_k + z * k_z + m * k_m
-    own = (tl.load(starts_ptr + 2 * problems + x) - split) * k2_k + z * k2_z + m * k2_m
+    own = tl.load(starts_ptr + 2 * problems + x) - split
+    own_k, own_v = own * k2_k + z * k2_z + m * k2_m, own * v2_k + z * v2_z + m * v2_m
     r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     a, n = r // GROUP, m * GROUP + r % GROUP
     c, h = tl.arange(0, KEYS), tl.arange(0, SIZE)
@@ -57,8 +58,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     o_at = out_ptr + (row * o_q + z * o_z) + (a2 * o_q + n2 * o_n + h2)
     l_at = lse_ptr + (row * l_q + z * l_z) + (a * l_q + n * l_n)
     q_at = q_ptr + (row * q_q + z * q_z) + (a2 * q_q + n2 * q_n + h2)
-    k_at = _near_at(k_ptr + first, k2_ptr + own, c, h, split, k_k, k2_k)
-    v_at = _near_at(v_ptr + first, v2_ptr + own, c, h, split, k_k, k2_k)
+    k_at = _near_at(k_ptr + first, k2_ptr + own_k, c, h, split, k_k, k2_k)
+    v_at = _near_at(v_ptr + first, v2_ptr + own_v, c, h, split, k_k, v2_k)
     q = tl.load(q_at, mask=keep2, other=0.0)
     k = tl.load(k_at, mask=there, other=0.0)
     v = tl.load(v_at, mask=there, other=0.0)
@@ -158,10 +159,10 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     starts_ptr, q_ptr, k_ptr, v_ptr, k2_ptr, v2_ptr, out_ptr, lse_ptr, dout_ptr, dq_ptr,
     dk_ptr, dv_ptr, dk2_ptr, dv2_ptr, dk3_ptr, dv3_ptr,
     problems, samples, num_rows, split, near, far, scale, left, right,
-    q_z, k_z, k_m, k2_z, k2_m, o_z, l_q, l_z, l_n, t_q, t_z, t_n, g_z, d_z,
+    q_z, k_z, k_m, k2_z, k2_m, v2_z, v2_m, o_z, l_q, l_z, l_n, t_q, t_z, t_n, g_z, d_z,
     e_z, e_m, e2_z, e2_m, e3_z, e3_m,
     q_q: tl.constexpr, q_n: tl.constexpr, k_k: tl.constexpr, k2_k: tl.constexpr,
-    o_q: tl.constexpr, o_n: tl.constexpr, g_q: tl.constexpr, g_n: tl.constexpr,
+    v2_k: tl.constexpr, o_q: tl.constexpr, o_n: tl.constexpr, g_q: tl.constexpr, g_n: tl.constexpr,
     d_q: tl.constexpr, d_n: tl.constexpr, e_k: tl.constexpr, e2_k: tl.constexpr, e3_k: tl.constexpr,
     GROUP: tl.constexpr, HEAD: tl.constexpr, SUMMED: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FAR: tl.constexpr, SIZE: tl.constexpr,
@@ -180,10 +181,11 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     own = tl.load(starts_ptr + 2 * problems + x) - split
     c, h = tl.arange(0, KEYS), tl.arange(0, SIZE)
     c2, h2, inside = c[:, None], h[None, :], (h < HEAD)[None, :]
-    a1, b1 = first * k_k + z * k_z + m * k_m, own * k2_k + z * k2_z + m * k2_m
+    a1 = first * k_k + z * k_z + m * k_m
+    own_k, own_v = own * k2_k + z * k2_z + m * k2_m, own * v2_k + z * v2_z + m * v2_m
     there = (c2 < near) & inside
-    k_at = _near_at(k_ptr + a1, k2_ptr + b1, c, h, split, k_k, k2_k)
-    v_at = _near_at(v_ptr + a1, v2_ptr + b1, c, h, split, k_k, k2_k)
+    k_at = _near_at(k_ptr + a1, k2_ptr + own_k, c, h, split, k_k, k2_k)
+    v_at = _near_at(v_ptr + a1, v2_ptr + own_v, c, h, split, k_k, v2_k)
     if TILES > 1:
         k, v = tl.load(k_at, mask=there, other=0.0), tl.load(v_at, mask=there, other=0.0)
     if FAR > 0:

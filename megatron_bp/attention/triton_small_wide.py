@@ -19,9 +19,9 @@ from megatron_bp.attention.triton_small_kernels import _near_at, _near_seen
 def forward_wide_kernel(  # type: ignore[no-untyped-def]
     starts_ptr, q_ptr, k_ptr, v_ptr, k2_ptr, v2_ptr, out_ptr, lse_ptr,
     problems, samples, num_rows, split, near, scale, left, right,
-    q_z, k_z, k_m, k2_z, k2_m, o_z, l_q, l_z, l_n,
+    q_z, k_z, k_m, k2_z, k2_m, v2_z, v2_m, o_z, l_q, l_z, l_n,
     q_q: tl.constexpr, q_n: tl.constexpr, k_k: tl.constexpr, k2_k: tl.constexpr,
-    o_q: tl.constexpr, o_n: tl.constexpr,
+    v2_k: tl.constexpr, o_q: tl.constexpr, o_n: tl.constexpr,
     GROUP: tl.constexpr, HEAD: tl.constexpr, STORE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SLICE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -30,7 +30,8 @@ def forward_wide_kernel(  # type: ignore[no-untyped-def]
     x, z = problem // samples, (problem % samples).to(tl.int64)
     row = tl.load(starts_ptr + x)
     first = tl.load(starts_ptr + problems + x) * k_k + z * k_z + m * k_m
-    own = (tl.load(starts_ptr + 2 * problems + x) - split) * k2_k + z * k2_z + m * k2_m
+    own = tl.load(starts_ptr + 2 * problems + x) - split
+    own_k, own_v = own * k2_k + z * k2_z + m * k2_m, own * v2_k + z * v2_z + m * v2_m
     r = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     a, n = r // GROUP, m * GROUP + r % GROUP
     c, h = tl.arange(0, KEYS), tl.arange(0, SLICE)
@@ -40,8 +41,8 @@ def forward_wide_kernel(  # type: ignore[no-untyped-def]
     o_at = out_ptr + (row * o_q + z * o_z) + (a2 * o_q + n2 * o_n + h2)
     l_at = lse_ptr + (row * l_q + z * l_z) + (a * l_q + n * l_n)
     q_at = q_ptr + (row * q_q + z * q_z) + (a2 * q_q + n2 * q_n + h2)
-    k_at = _near_at(k_ptr + first, k2_ptr + own, c, h, split, k_k, k2_k)
-    v_at = _near_at(v_ptr + first, v2_ptr + own, c, h, split, k_k, k2_k)
+    k_at = _near_at(k_ptr + first, k2_ptr + own_k, c, h, split, k_k, k2_k)
+    v_at = _near_at(v_ptr + first, v2_ptr + own_v, c, h, split, k_k, v2_k)
     s = tl.zeros((ROWS, KEYS), dtype=tl.float32)
     for d in tl.range(0, HEAD, SLICE, num_stages=STAGES):
         inside = h2 + d < HEAD

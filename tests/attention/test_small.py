@@ -94,6 +94,7 @@ def check(case: tuple, mode: Mode, device: str, dtype: torch.dtype, tolerance: f
         small.Keys((a[:, :, 0], a[:, :, 1]), (b[:, :, 0], b[:, :, 1]))
         for a, b in (both[:2], both[2:])
     )
+    keys = keys._replace(own=(keys.own[0], keys.own[1].contiguous()))  # they need not lie alike
     spaces = [(0, key_at[0]), (1, key_at[1]), (0, key_at[2])]
     k, v = (torch.cat([flat(keys[s][part][i]) for s, i in spaces], 1) for part in range(2))
     mask, scale = mask_of(rows, lengths, window).to(device), size**-0.5
