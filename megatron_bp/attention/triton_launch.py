@@ -76,25 +76,41 @@ class Launch:
         self._rest = (*numbers, *constants)
         self._options = resources.options()
         self._is_compiled = isinstance(kernel, triton.JITFunction)
-        self._found: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self._found: dict[tuple[Any, ...], _Found] = {}
 
     def start(self, tensors: tuple[Tensor, ...]) -> None:
         """Runs the kernel on the current device and stream."""
         if self._is_compiled:
             pointers = [x.data_ptr() for x in tensors]
             if not any([pointer % ALIGNED for pointer in pointers]):
-                kind = (tensors[0].device.index, *[x.dtype for x in tensors])
-                run = self._found.get(kind) or self._find(kind)
-                run(*pointers, *self._rest)
+                device = tensors[0].device.index
+                kind = (device, *[x.dtype for x in tensors])
+                run, stream_of, found = self._found.get(kind) or self._find(kind)
+                run(*self._grid, stream_of(device), *found, *pointers, *self._rest)
                 return
         self._kernel[self._grid](*tensors, *self._rest, **self._options)
 
-    def _find(self, kind: tuple[Any, ...]) -> Callable[..., None]:
-        """The compiled kernel, to be called with addresses, numbers and constants."""
+    def _find(self, kind: tuple[Any, ...]) -> "_Found":
+        """The compiled kernel."""
         _, *dtypes = kind  # the device is of the key only: a kernel is loaded for the current one
         compiled = self._kernel.warmup(*dtypes, *self._rest, grid=self._grid, **self._options)
-        self._found[kind] = compiled[self._grid]
+        compiled[self._grid]  # loads it
+        # As `compiled[grid]` calls it, but for the hooks of profilers, which cost as much again.
+        none = (None, None, None)
+        self._found[kind] = _Found(
+            compiled.run,
+            triton.runtime.driver.active.get_current_stream,
+            (compiled.function, compiled.packed_metadata, *none),
+        )
         return self._found[kind]
+
+
+class _Found(NamedTuple):
+    """Starts a compiled kernel: run(*grid, stream_of(device), *kernel, *arguments)."""
+
+    run: Callable[..., None]
+    stream_of: Callable[[int], int]
+    kernel: tuple[Any, ...]
 
 
 def launch(

@@ -1,5 +1,6 @@
 """Launches reach the kernel that Triton would choose, and look for it once."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 launcher = pytest.importorskip("megatron_bp.attention.triton_launch")
 GRID = (3, 2, 1)
+STREAM = 77
 
 
 class Kernel:
@@ -22,12 +24,32 @@ class Kernel:
 
     def warmup(self, *args: Any, **options: Any) -> Any:
         self.looked.append((args, options))
-        return {GRID: lambda *given: self.fast.append(given)}
+        return Compiled(self)
+
+
+class Compiled:
+    """A kernel as Triton compiles it: loaded when it is asked for its grid."""
+
+    packed_metadata = "metadata"
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> None:
+        self.function = f"loaded for {grid}"
+
+    def run(self, *given: Any) -> None:
+        """As Triton calls it: grid, stream, function, metadata, hooks, arguments."""
+        head = (*GRID, STREAM, f"loaded for {GRID}", "metadata", None, None, None)
+        assert given[: len(head)] == head
+        self._kernel.fast.append(given[len(head) :])
 
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(launcher.triton, "JITFunction", Kernel)
+    active = SimpleNamespace(get_current_stream=lambda device: STREAM)
+    monkeypatch.setattr(launcher.triton.runtime, "driver", SimpleNamespace(active=active))
     return Kernel()
 
 
