@@ -175,9 +175,9 @@ def check_layer(shape: bench.Shape, views: int) -> None:
         assert max(errors.values()) < 1e-5, errors
 
 
-def check_shared(window: int) -> None:
-    """Gradients of a layer whose other launches share accumulators: it gets row sums, and adds to
-    clean keys in any order, their far ends too.
+def check_shared(window: int, most_rows: int) -> None:
+    """Gradients of a layer whose launches over more rows than that share accumulators: small ones
+    get row sums, and add to clean keys in any order, their far ends too.
     """
     from tests.attention.test_sharing import SharingDense, gradients
 
@@ -189,12 +189,12 @@ def check_shared(window: int) -> None:
         return backward_into(rows, keys, todo, *args)
 
     small.backward_into, native._runs_small = noted, lambda _: True
-    small.MAX_ROWS = 8  # so that launches over chunks are not small
+    small.MAX_ROWS = most_rows
     request = PlanRequest(length=96, block_size=8, num_ranks=2, num_clean_shards=2, window=window)
     plan = make_plan(request, 1)
     found = gradients(plan, SharingDense(), corrupted_only=False)
     assert {ndim for ndim, *_ in seen} == {3}, "nobody handed over row sums"
-    assert (3, True, window > 0) in seen, seen  # others are the first to write their clean keys
+    assert (3, True, window > 0) in seen, seen
     native._runs_small = lambda _: False
     for got, want in zip(found, gradients(plan, DenseKernel(), corrupted_only=False), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
@@ -207,8 +207,8 @@ def _interpret() -> None:
     for views in (1, 2):
         check_layer(bench.Shape(4, 2, 16, block_size=8, window=20), views)
         check_layer(bench.Shape(2, 2, 16, block_size=8), views)
-    for window in (0, 20):
-        check_shared(window)
+    check_shared(window=20, most_rows=8)
+    check_shared(window=0, most_rows=256)  # some are the first to write their clean keys
 
 
 if __name__ == "__main__":
