@@ -159,7 +159,7 @@ class _Layer:
         return IntervalRun(cast(IntervalKernel, self.kernel), self.options.softmax_scale, mask)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _layer(kind: _Kind) -> _Layer:
     """Chooses a kernel, and the passes that suit it.
 
@@ -235,8 +235,6 @@ class _BlockParallelAttention(torch.autograd.Function):
         todo, first_row = layer.backward, layer.first_row
         is_native = layer.options.strategy is Strategy.NATIVE
         is_apart = is_native and KeySpace.SHARD in todo.num_keys
-        if is_apart:  # clean and corrupted rows alike
-            k, v = _alike(k, v)
         packed, own = _keys_again(ctx, k, v, kept)
         shards = call.groups.clean_shards
         reduce = CleanReduce(packed, call.plan.exchange, shards, layer.wire, zeroed=False)
@@ -252,7 +250,7 @@ class _BlockParallelAttention(torch.autograd.Function):
         if is_apart:
             size = (clean, *dpacked.shape[1:2], *dpacked.shape[3:])
             shard = dpacked.new_empty(size), dpacked.new_empty(size)
-            keys, sums = (*keys, KeyValue(k[:clean], v[:clean])), (*sums, KeyValue(*shard))
+            keys, sums = (*keys, _alike(k[:clean], v[:clean])), (*sums, KeyValue(*shard))
         rows, drows = (x[first_row:] if first_row else x for x in (q, dq))
         saved, grads = (rows, keys, Partial(out, lse)), (drows, sums)
         # Not the late slab by itself: the rank with the last chunk computes on it until nearly the
@@ -348,8 +346,8 @@ def _start_own_gathers(k: Tensor, v: Tensor, call: _Call) -> tuple[CleanGather, 
 def _own_keys(k: Tensor, v: Tensor, call: _Call, gathers: Sequence[CleanGather]) -> KeyValue:
     """Corrupted keys: what `gathers` bring, or else the local ones."""
     if not gathers:
-        k, v = k[call.plan.rows.num_clean :], v[call.plan.rows.num_clean :]
-        return _alike(k, v)
+        own = (x[call.plan.rows.num_clean :] for x in (k, v))
+        return KeyValue(*(x if x.stride(-1) == 1 else x.contiguous() for x in own))
     for gather in gathers:
         gather.wait(Phase.LATE)
     buffers = [gather.buffer_SZ2MH for gather in gathers]
