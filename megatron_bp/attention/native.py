@@ -292,7 +292,7 @@ def _apart(runs: tuple[Runs, ...]) -> bool:
     return all(len(x.rounds) == 1 and not x.pieces for x in runs)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _in_turn(
     steps: tuple[Step, ...], runs_small: bool, head_size: int, most_rows: int = 0
 ) -> tuple[tuple[Step, bool], ...]:

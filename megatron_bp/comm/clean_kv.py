@@ -287,14 +287,14 @@ def _cut(runs: list[tuple[int, int]], num_rows: int) -> _Cut:
     return _Cut(tuple(length for _, length in pieces), tuple(pieces.index(x) for x in runs))
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def _others(exchange: SlabExchange, number: int) -> tuple[Copy, ...]:
     """The copies of a slab that bring rows of other ranks; this rank's own lie there already."""
     own = {copy.target for copy in exchange.own}
     return tuple(x for x in exchange.slabs[number].copies if x.target not in own)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def unfilled_rows(exchange: Exchange) -> list[tuple[int, int]]:
     """Buffer rows [lo, hi) that neither this rank nor a peer fills."""
     filled = [(copy.target, copy.length) for copy in exchange.own]
@@ -326,7 +326,7 @@ class _WindowRows(NamedTuple):
     own: tuple[Tensor, ...]  # buffer rows of `send`, one tensor a destination
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _rows_on(exchange: WindowExchange, device: torch.device) -> _WindowRows:
     last = max((copy.source + copy.length for copy in exchange.own), default=0)
     buffer_row = np.zeros(last, dtype=np.int64)
