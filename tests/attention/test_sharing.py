@@ -17,6 +17,7 @@ from megatron_bp.attention.contract import Cut, Saved, window_mask
 from megatron_bp.attention.kernels.dense import DenseKernel, attend_backward
 from megatron_bp.attention.lanes import InARow
 from megatron_bp.attention.native import NativeRun, Partial, empty_partial
+from megatron_bp.attention.own_last import own_last
 from megatron_bp.attention.passes import add_rows
 from megatron_bp.attention.problems import KeyValue, Problems, Spaces, add_pieces
 from megatron_bp.attention.schedule import Pass, make_schedule
@@ -205,6 +206,28 @@ def alike(rows: int, keys: int) -> TileRule:
 
 
 LONG = PlanRequest(length=2**16, block_size=32, num_ranks=8, num_clean_shards=8)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_parts_have_every_launch_and_key_group_once_those_of_the_clean_buffer_first(
+    apart: bool,
+) -> None:
+    plan = make_plan(LONG, 3)
+    todo = make_schedule(plan, False, Cut.CHUNKS).backward
+    if apart:
+        todo = own_last(plan, todo)
+    found = share(todo, alike(64, 128), lambda step: step.rows.length <= 32)
+    first, last = found.parts
+    for number, group in enumerate(found.rows):
+        mine = [launches for part in (first, last) for i, launches in part.rows if i == number]
+        assert sorted(x for launches in mine for x in launches) == sorted(group.launches)
+    written = [i for part in (first, last) for _, groups in part.keys for i in groups]
+    assert sorted(written) == list(range(len(found.keys)))
+    assert all(
+        found.keys[i].space is space for space, some in (*first.keys, *last.keys) for i in some
+    )
+    spaces = [{space for space, _ in part.keys} for part in (first, last)]
+    assert spaces == ([{KeySpace.CLEAN}, {KeySpace.SHARD}] if apart else [{KeySpace.CLEAN}, set()])
 
 
 @pytest.mark.parametrize("rank", range(8))
