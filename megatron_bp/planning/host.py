@@ -10,7 +10,7 @@ tests/planning/test_host.py.
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from megatron_bp.layout.run_shape import Recompute
+from megatron_bp.layout.run_shape import Mode, Recompute, Run
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,8 @@ class HostTime:
     """What the CPU of one rank costs. Units: seconds; 0 for a CPU that costs nothing.
 
     To start one layer and micro-batch: `layer_forward`; `layer_again` (forward a second time, with
-    attention kept); `layer_backward`; and `head` with the loss. Waits with an empty queue:
+    attention kept); `layer_backward`; `exchange` (each that a layer of the context-parallel baseline
+    has more, of corrupted keys or their gradients); and `head` with the loss. Waits with an empty queue:
     `micro_batch` (from its targets to the first layer, and from the loss to backward), `step`
     (gradient norm, optimizer, reports), `check` (each that Megatron makes for NaN: of the loss and
     of every bucket of gradients).
@@ -27,6 +28,7 @@ class HostTime:
     layer_forward: float = 0.0
     layer_again: float = 0.0
     layer_backward: float = 0.0
+    exchange: float = 0.0
     head: float = 0.0
     micro_batch: float = 0.0
     step: float = 0.0
@@ -49,6 +51,19 @@ class HostTime:
     def late_head(self, seconds: float) -> float:
         """The same of the head and the loss."""
         return max(0.0, self.head - seconds)
+
+    def of(self, run: Run) -> "HostTime":
+        """This for the layers of a run: in the baseline corrupted keys travel in forward, perhaps
+        again for backward, and their gradients."""
+        if run.topology.mode is not Mode.CP:
+            return self
+        policy = run.policy
+        again = not policy.keep_gathered and policy.recompute is not Recompute.FULL
+        return replace(
+            self,
+            layer_forward=self.layer_forward + self.exchange,
+            layer_backward=self.layer_backward + (1 + again) * self.exchange,
+        )
 
     def given(self, values: Any) -> "HostTime":
         """This with a user's numbers in place of its own: fields by name, or 0 to switch it off.
@@ -74,12 +89,14 @@ NO_HOST = HostTime()
 # An "Intel Xeon" host (64 virtual CPUs, with four of its H200), torch 2.11, Megatron-Core 0.19.2,
 # Transformer Engine 2.20.2. Launches: commit 49f45a6, four ranks, steps of four and eight layers at
 # L 2,048, where nothing else takes time (77.7 and 145.0 ms), split as timed calls of one rank; two
-# ranks needed two thirds of that. Waits: commit 6931bc6, gaps in a profile at L 65,536, and steps
+# ranks needed two thirds of that. An exchange: commit 557dc0c, what eight layers of the baseline at
+# L 2,048 take longer than ours on two ranks (173.8 and 156.8 ms), by 24. Waits: commit 6931bc6, gaps in a profile at L 65,536, and steps
 # at L 16,384 with and without checks, two ranks (docs/plan.md).
 HOST_H200 = HostTime(
     layer_forward=5.8e-3,
     layer_again=3.7e-3,
     layer_backward=5.7e-3,
+    exchange=0.7e-3,
     head=5.0e-3,
     micro_batch=3.0e-3,
     step=2.0e-3,

@@ -215,6 +215,7 @@ def exposed_keys(
 def predict(run: Run, cluster: Cluster, schedule: Schedule = Schedule.OVERLAPPED) -> StepTime:
     """Seconds of one step of `run`."""
     batches, topology, gpu = run.num_micro_batches, run.topology, cluster.hardware
+    host = gpu.host.of(run)
     sums = {name: 0.0 for name in StepTime.__dataclass_fields__}
     sums["exposed_context"] = _seconds(delta_collectives(run), cluster, run)
     sums["exposed_tensor"] = _seconds(tensor_collectives(run), cluster, run)
@@ -227,13 +228,13 @@ def predict(run: Run, cluster: Cluster, schedule: Schedule = Schedule.OVERLAPPED
         for times, pruned in ((plain, False), (count - plain, True)):
             if times:
                 layer = layer_time(run, kind, cluster, schedule, pruned)
-                parts = _layer_parts(layer, run, gpu.host, beside)
+                parts = _layer_parts(layer, run, host, beside)
                 for name, seconds in parts.items():
                     sums[name] += seconds * times * batches / topology.pipeline
     # A stage with the head is the busiest; the others wait for it.
     head = run_head_seconds(run, gpu)
     sums["head"] = head * batches
-    sums["host"] += (gpu.host.micro_batch + gpu.host.late_head(head)) * batches
+    sums["host"] += (host.micro_batch + host.late_head(head)) * batches
     busy = sum(sums.values())
     hops = 2 * (topology.pipeline - 1)
     for collective in pipeline_collectives(run):
@@ -241,7 +242,7 @@ def predict(run: Run, cluster: Cluster, schedule: Schedule = Schedule.OVERLAPPED
     sums["bubble"] += busy * (topology.pipeline - 1) / (batches * topology.virtual)
     sums["exposed_data"] = exposed_data_seconds(run, cluster, busy / batches)
     sums["optimizer"] = optimizer_seconds(run, gpu)
-    sums["host"] += gpu.host.step + gpu.host.check * num_checks(run)
+    sums["host"] += host.step + host.check * num_checks(run)
     return StepTime(**sums)
 
 

@@ -20,6 +20,7 @@ from megatron_bp.layout.traffic import (
 )
 from megatron_bp.planning.events import Lane, Op, Timeline, simulate
 from megatron_bp.planning.hardware import Hardware
+from megatron_bp.planning.host import HostTime
 from megatron_bp.planning.predict import num_checks, optimizer_seconds, run_head_seconds
 from megatron_bp.planning.simulate_layers import Layer, LayerWriter, make_layer
 from megatron_bp.planning.simulate_links import Message, all_to_all, one_to_one, ring
@@ -93,13 +94,17 @@ class _Writer:
             self._gradients += self._data("gradients", 1)
         self.program.wait(*self._gradients)
         self.program.compute("optimizer", optimizer_seconds(self.run, self._gpu))
-        host = self._gpu.host
+        host = self._host
         self._launches(host.step + host.check * num_checks(self.run))
         return self.program
 
     @property
     def _gpu(self) -> Hardware:
         return self.scenario.cluster.hardware
+
+    @property
+    def _host(self) -> HostTime:
+        return self._gpu.host.of(self.run)
 
     def _layers(self, chunk: int) -> list[Layer]:
         scenario, made, found = self.scenario, {}, []
@@ -121,7 +126,7 @@ class _Writer:
         return ring(self.scenario.cluster, self.scenario.placements[group], sent)
 
     def _forward(self, turn: Turn) -> None:
-        host = self._gpu.host
+        host = self._host
         if self.stage == turn.chunk == 0:
             self._launches(host.micro_batch)
         for number, layer in enumerate(self.chunks[turn.chunk]):
@@ -149,7 +154,7 @@ class _Writer:
             below = (chunk[number - 1],) if number else ()
             self.layers.backward(chunk[number], (turn.chunk, number), below)
             again = self.run.policy.recompute
-            late = self._gpu.host.late_backward(again, chunk[number].seconds(2, again))
+            late = self._host.late_backward(again, chunk[number].seconds(2, again))
             self._launches(late)
             if reduces:
                 self._gradients += self._data("gradients", sum(map(len, self.chunks)))

@@ -38,7 +38,7 @@ def test_unknown_head_sizes_borrow_the_nearest_and_say_so() -> None:
     assert near.forward == 667.0
     known = H200.kernel_for(AttentionShape(32, 8, 128))
     assert not known.assumed
-    assert H200.kernel_for(AttentionShape(16, 8, 256, window=9)).backward == 173.0
+    assert H200.kernel_for(AttentionShape(16, 8, 256, window=9)).backward == 214.0
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_bench_file_replaces_kernels_of_its_shapes_only(tmp_path: Path) -> Non
     gpu = calibrated(H200, [path])
     speed = gpu.kernel_for(AttentionShape(32, 8, 128))
     assert (speed.kernel, speed.forward, speed.backward) == ("sdpa", 12.0, 9.0)
-    assert gpu.kernel_for(AttentionShape(24, 4, 256)).forward == 682.0
+    assert gpu.kernel_for(AttentionShape(24, 4, 256)).forward == 703.0
 
 
 def test_the_repositorys_bench_file_can_be_given_whole() -> None:

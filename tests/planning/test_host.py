@@ -80,6 +80,35 @@ def test_the_simulator_waits_as_the_closed_form_does(length: int, kept: Recomput
     assert simulated == pytest.approx(predict(of, cluster).total, rel=0.02)
 
 
+BASELINE = replace(FOUR, block_owned=False)
+
+
+@pytest.mark.parametrize(
+    ("kept", "keep_gathered", "in_backward"),
+    [
+        (Recompute.FULL_KEEP_ATTENTION, False, 2),
+        (Recompute.FULL_KEEP_ATTENTION, True, 1),
+        (Recompute.FULL, False, 1),  # the second forward gathers
+    ],
+)
+def test_corrupted_keys_that_travel_cost_their_launches(
+    kept: Recompute, keep_gathered: bool, in_backward: int
+) -> None:
+    policy = replace(KEPT, recompute=kept, keep_gathered=keep_gathered)
+    slow = replace(SLOW, exchange=0.25)
+    assert slow.of(run(4096, BASELINE, policy)) == replace(
+        slow, layer_forward=1.25, layer_backward=2.0 + 0.25 * in_backward
+    )
+    assert slow.of(run(4096, FOUR, policy)) == slow
+
+
+@pytest.mark.parametrize("length", [2048, 16384])
+def test_the_simulator_starts_the_exchanges_of_the_baseline_too(length: int) -> None:
+    of, cluster = run(length, BASELINE), Cluster(H200)
+    simulated = simulate_step(Scenario(of, cluster)).seconds
+    assert simulated == pytest.approx(predict(of, cluster).total, rel=0.03)
+
+
 def given(tmp_path: Path, value: object) -> Hardware:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"hardware": {"host": value}}))
