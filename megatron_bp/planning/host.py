@@ -18,11 +18,11 @@ class HostTime:
     """What the CPU of one rank costs. Units: seconds; 0 for a CPU that costs nothing.
 
     To start one layer and micro-batch: `layer_forward`; `layer_again` (forward a second time, with
-    attention kept); `layer_backward`; `exchange` (each that a layer of the context-parallel baseline
-    has more, of corrupted keys or their gradients); and `head` with the loss. Waits with an empty queue:
-    `micro_batch` (from its targets to the first layer, and from the loss to backward), `step`
-    (gradient norm, optimizer, reports), `check` (each that Megatron makes for NaN: of the loss and
-    of every bucket of gradients).
+    attention kept); `layer_backward`; `exchange` (each that a layer of the context-parallel
+    baseline has more, of corrupted keys or their gradients); and `head` with the loss. Waits with
+    an empty queue: `micro_batch` (from its targets to the first layer, and from the loss to
+    backward), `step` (gradient norm, optimizer, reports), `check` (each that Megatron makes for
+    NaN: of the loss and of every bucket of gradients).
     """
 
     layer_forward: float = 0.0
@@ -86,12 +86,13 @@ class HostTime:
 
 NO_HOST = HostTime()
 
-# An "Intel Xeon" host (64 virtual CPUs, with four of its H200), torch 2.11, Megatron-Core 0.19.2,
+# An "Intel Xeon" host (64 virtual CPUs, with four of its H200s), torch 2.11, Megatron-Core 0.19.2,
 # Transformer Engine 2.20.2. Launches: commit 49f45a6, four ranks, steps of four and eight layers at
 # L 2,048, where nothing else takes time (77.7 and 145.0 ms), split as timed calls of one rank; two
 # ranks needed two thirds of that. An exchange: commit 557dc0c, what eight layers of the baseline at
-# L 2,048 take longer than ours on two ranks (173.8 and 156.8 ms), by 24. Waits: commit 6931bc6, gaps in a profile at L 65,536, and steps
-# at L 16,384 with and without checks, two ranks (docs/plan.md).
+# L 2,048 take longer than ours on two ranks (173.8 and 156.8 ms), by 24. Waits: commit 6931bc6,
+# gaps in a profile at L 65,536, and steps at L 16,384 with and without checks, two ranks
+# (docs/plan.md).
 HOST_H200 = HostTime(
     layer_forward=5.8e-3,
     layer_again=3.7e-3,
