@@ -155,12 +155,31 @@ def _row_numbers(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _zeros(KEYS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums dk and dv."""
+    return (
+        tl.zeros((KEYS, SIZE), dtype=tl.float32),
+        tl.zeros((KEYS, SIZE), dtype=tl.float32),
+    )
+
+
+@triton.jit
+def _run_at(start, z, m, c, h, s_k: tl.constexpr, s_z, s_m):  # type: ignore[no-untyped-def]
+    """Where rows c of a run lie from the beginning of its buffer on."""
+    return start * s_k + z * s_z + m * s_m + (c[:, None] * s_k + h[None, :])
+
+
+@triton.jit
+def _load_both(k_at, v_at, there):  # type: ignore[no-untyped-def]
+    return tl.load(k_at, mask=there, other=0.0), tl.load(v_at, mask=there, other=0.0)
+
+
+@triton.jit
 def backward_kernel(  # type: ignore[no-untyped-def]
     starts_ptr, q_ptr, k_ptr, v_ptr, k2_ptr, v2_ptr, out_ptr, lse_ptr, dout_ptr, dq_ptr,
-    dk_ptr, dv_ptr, dk2_ptr, dv2_ptr, dk3_ptr, dv3_ptr,
-    problems, samples, num_rows, split, near, far, scale, left, right,
-    q_z, k_z, k_m, k2_z, k2_m, v2_z, v2_m, o_z, l_q, l_z, l_n, t_q, t_z, t_n, g_z, d_z,
-    e_z, e_m, e2_z, e2_m, e3_z, e3_m,
+    dk_ptr, dv_ptr, dk2_ptr, dv2_ptr, dk3_ptr, dv3_ptr, problems, samples, num_rows, split, near,
+    far, scale, left, right, q_z, k_z, k_m, k2_z, k2_m, v2_z, v2_m, o_z, l_q, l_z, l_n,
+    t_q, t_z, t_n, g_z, d_z, e_z, e_m, e2_z, e2_m, e3_z, e3_m,
     q_q: tl.constexpr, q_n: tl.constexpr, k_k: tl.constexpr, k2_k: tl.constexpr,
     v2_k: tl.constexpr, o_q: tl.constexpr, o_n: tl.constexpr, g_q: tl.constexpr, g_n: tl.constexpr,
     d_q: tl.constexpr, d_n: tl.constexpr, e_k: tl.constexpr, e2_k: tl.constexpr, e3_k: tl.constexpr,
@@ -171,9 +190,8 @@ def backward_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """All gradients of a problem, in TILES tiles of rows.
 
-    `out_ptr` is the output, or with SUMMED already rowsum(dout * out), with strides t. How each
-    result is put: QUERY, CLEAN, OWN and END (the far end: RACES, or WRITES
-    apart from its rows).
+    `out_ptr` is the output, or with SUMMED rowsum(dout * out), with strides t. QUERY, CLEAN, OWN
+    and END say how results are put; those of the far end RACES, or WRITES apart from its rows.
     """
     problem, m = tl.program_id(0), tl.program_id(1)
     x, z = problem // samples, (problem % samples).to(tl.int64)
@@ -187,31 +205,22 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     k_at = _near_at(k_ptr + a1, k2_ptr + own_k, c, h, split, k_k, k2_k)
     v_at = _near_at(v_ptr + a1, v2_ptr + own_v, c, h, split, k_k, v2_k)
     if TILES > 1:
-        k, v = tl.load(k_at, mask=there, other=0.0), tl.load(v_at, mask=there, other=0.0)
+        k, v = _load_both(k_at, v_at, there)
     if FAR > 0:
-        f = tl.arange(0, FAR)
-        last = tl.load(starts_ptr + 3 * problems + x)
+        f, last = tl.arange(0, FAR), tl.load(starts_ptr + 3 * problems + x)
         there3 = (f < far)[:, None] & inside
-        at3 = (last if END == RACES else x.to(tl.int64) * far) * e3_k + z * e3_z + m * e3_m
-        at3 += f[:, None] * e3_k + h2
-        last = last * k_k + z * k_z + m * k_m + (f[:, None] * k_k + h2)
-        dk3 = tl.zeros((FAR, SIZE), dtype=tl.float32)
-        dv3 = tl.zeros((FAR, SIZE), dtype=tl.float32)
+        at3 = _run_at(last if END == RACES else x.to(tl.int64) * far, z, m, f, h, e3_k, e3_z, e3_m)
+        last = _run_at(last, z, m, f, h, k_k, k_z, k_m)
+        dk3, dv3 = _zeros(FAR, SIZE)
     q_ptr += row * q_q + z * q_z + m * GROUP * q_n
     dout_ptr += row * g_q + z * g_z + m * GROUP * g_n
-    if SUMMED:
-        out_ptr += row * t_q + z * t_z + m * GROUP * t_n
-    else:
-        out_ptr += row * o_q + z * o_z + m * GROUP * o_n
+    out_ptr += row * (t_q if SUMMED else o_q) + z * (t_z if SUMMED else o_z)
+    out_ptr += m * GROUP * (t_n if SUMMED else o_n)
     dq_ptr += row * d_q + z * d_z + m * GROUP * d_n
     lse_ptr += row * l_q + z * l_z + m * GROUP * l_n
-    dk, dv = (
-        tl.zeros((KEYS, SIZE), dtype=tl.float32),
-        tl.zeros((KEYS, SIZE), dtype=tl.float32),
-    )
-    at = (first if DIRECT else x.to(tl.int64) * split) * e_k + z * e_z + m * e_m
-    at += c2 * e_k + h2
-    at2 = own * e2_k + z * e2_z + m * e2_m + (c2 * e2_k + h2)
+    dk, dv = _zeros(KEYS, SIZE)
+    at = _run_at(first if DIRECT else x.to(tl.int64) * split, z, m, c, h, e_k, e_z, e_m)
+    at2 = _run_at(own, z, m, c, h, e2_k, e2_z, e2_m)
     mine, mine2 = (c2 < split) & inside, (c2 >= split) & there
     for tile in range(TILES):
         r = tile * ROWS + tl.arange(0, ROWS)
@@ -229,8 +238,7 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             out_ptr, lse_ptr, g, a, n, h, keep, inside, l_q, l_n, t_q, t_n, o_q, o_n, SUMMED
         )  # fmt: skip
         if FAR > 0:
-            k3 = tl.load(k_ptr + last, mask=there3, other=0.0)
-            v3 = tl.load(v_ptr + last, mask=there3, other=0.0)
+            k3, v3 = _load_both(k_ptr + last, v_ptr + last, there3)
         seen = _near_seen(a2, c[None, :], num_rows, near, left, right)
         p, ds = _probabilities(q, k, v, g, lse2, delta, seen, scale)
         dv += tl.dot(tl.trans(p), g)
