@@ -15,13 +15,13 @@ import pytest
 def import_over(path: Path, members: Mapping[str, Mapping[str, Any]]) -> Any:
     """A copy of the module at `path`; the one that others import is untouched.
 
-    `members` are those of each stand-in, by module name; packages that are there keep their own.
+    `members` are those of each stand-in, by module name, parents before children.
     """
     stubs = {name: ModuleType(name) for name in members}
     for name, stub in stubs.items():
         stub.__dict__.update(members[name])
         parent, _, child = name.rpartition(".")
-        if parent in stubs:
+        if parent:
             setattr(stubs[parent], child, stub)
     spec = spec_from_file_location(f"{path.stem}_over_stand_ins", path)
     assert spec

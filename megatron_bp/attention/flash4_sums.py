@@ -19,6 +19,7 @@ import cutlass.cute as cute  # kernels/flash4.py says what to install
 import torch
 from flash_attn.cute.cache_utils import get_jit_cache
 from flash_attn.cute.cute_dsl_utils import maybe_contiguous
+from flash_attn.cute.flash_bwd_sm90 import FlashAttentionBackwardSm90
 from flash_attn.cute.interface import (
     _bwd_postprocess_convert,
     _bwd_preprocess,
@@ -30,7 +31,6 @@ from flash_attn.cute.utils import AuxData
 from torch import Tensor
 
 from megatron_bp.attention.contract import Window
-from megatron_bp.attention.flash4_edges import EdgeMaskedBackward
 from megatron_bp.attention.operands import KeyLayout, RowLayout, operands, whole
 from megatron_bp.attention.passes import add_rows, pad_rows
 from megatron_bp.attention.problems import KeyValue, add_pieces
@@ -105,11 +105,6 @@ class _Variant(NamedTuple):
     causal: bool
     local: bool
     tall: bool
-    whole: bool  # keys fill whole tiles
-
-
-MASKS = 1
-"""Counts up when flash4_edges.py changes: the package keeps compiled kernels on disk."""
 
 
 @lru_cache(maxsize=1)
@@ -122,7 +117,7 @@ def _compiled() -> Any:
 def _main_kernel(variant: _Variant) -> Any:
     found = _compiled()
     config = _config(variant.head_size, variant.tall)
-    key = (ARCH, MASKS, torch2cute_dtype_map[variant.dtype], *variant[1:], config)
+    key = (ARCH, torch2cute_dtype_map[variant.dtype], *variant[1:], config)
     if key not in found:
         found[key] = _compile(variant)
     return found[key]
@@ -131,7 +126,7 @@ def _main_kernel(variant: _Variant) -> Any:
 def _compile(variant: _Variant) -> Any:
     config = _config(variant.head_size, variant.tall)
     dtype = torch2cute_dtype_map[variant.dtype]
-    kernel = EdgeMaskedBackward(
+    kernel = FlashAttentionBackwardSm90(
         dtype,
         variant.head_size,
         variant.head_size,
@@ -153,7 +148,6 @@ def _compile(variant: _Variant) -> Any:
         num_threads=(config.num_wg + 1) * 128,
         dQ_single_wg=config.dQ_single_wg,
     )
-    kernel.whole = variant.whole
     fake = make_fake_bwd_tensors(dtype, has_gqa=True, varlen_q=False, varlen_k=False)
     q, k, v, _, dout, _, _, _, _, lse, row_sum, dq, dk, dv, _ = fake
     bounds = (1, 1) if variant.local else (None, None)
@@ -294,13 +288,7 @@ class Flash4Rows:
         work = self._work
         causal, left, right = _bounds(launch.window, launch.num_rows)
         variant = _Variant(
-            self._q.dtype,
-            work.size,
-            work.queries_per_key,
-            causal,
-            left is not None,
-            self._tall,
-            launch.num_keys % _config(work.size).n_block_size == 0,
+            self._q.dtype, work.size, work.queries_per_key, causal, left is not None, self._tall
         )
         kernel = _main_kernel(variant)
         k, v = _as_taken(k_SZMH), _as_taken(v_SZMH)

@@ -98,7 +98,6 @@ class Kernels:
         left, right = args[14:16]
         num_rows, num_keys, tall = q.shape[1], k.shape[1], lse2.shape[2]
         assert tall % kind.tile_m == 0
-        assert kind.whole == (num_keys % kind.tile_n == 0)
         window = Window(-1, 0 if kind.causal else -1)
         if kind.is_local:
             window = Window(-1 if left is None else left, right)
@@ -150,7 +149,7 @@ def stand_ins(kernels: Kernels) -> dict[str, dict[str, Any]]:
         "flash_attn.cute": {},
         "flash_attn.cute.cache_utils": {"get_jit_cache": lambda _: {}},
         "flash_attn.cute.cute_dsl_utils": {"maybe_contiguous": lambda x: x},
-        "megatron_bp.attention.flash4_edges": {"EdgeMaskedBackward": kind},
+        "flash_attn.cute.flash_bwd_sm90": {"FlashAttentionBackwardSm90": kind},
         "flash_attn.cute.utils": {"AuxData": lambda *_: None},
         "flash_attn.cute.interface": {
             "_bwd_preprocess": kernels.prepare,
