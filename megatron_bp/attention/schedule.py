@@ -151,8 +151,9 @@ def make_schedule(
 
     A row of the kernel's tile is one of `forward_heads` query heads in forward.
     """
-    forward = native_launches(plan, corrupted_only, cut, forward_heads)
-    launches = native_launches(plan, corrupted_only, cut)
+    forward = launches = native_launches(plan, corrupted_only, cut)
+    if plan.request.window and forward_heads > 1:  # else blocks are run by their rows alone
+        forward = native_launches(plan, corrupted_only, cut, forward_heads)
     first_row = plan.rows.num_clean if corrupted_only else 0
     return Schedule(
         forward=_make_pass(plan, first_row, [(x.ready, x) for x in forward]),

@@ -1,12 +1,16 @@
 """A schedule stores each row once, first, and lists the rows that nothing stores."""
 
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_bp.attention import schedule as module
 from megatron_bp.attention.contract import Cut
+from megatron_bp.attention.prefix import native_launches
 from megatron_bp.attention.schedule import Pass, Step, disjoint_rounds, make_schedule
 from megatron_bp.layout.decomposition import KeySpace, Phase
 from megatron_bp.layout.plan import PlanRequest, make_plan
@@ -110,3 +114,14 @@ def test_both_ends_of_a_window_are_one_step_of_the_same_blocks() -> None:
             (step,) = (step for step in steps if step.far)
             np.testing.assert_array_equal(step.far[0].rows.starts, step.rows.starts + 1)
             assert step.rows.num_problems >= 26  # of 32 blocks: the others have no far end
+
+
+@pytest.mark.parametrize(("window", "heads", "decompositions"), [(0, 4, 1), (8, 1, 1), (8, 4, 2)])
+def test_launches_are_made_twice_only_for_tiles_that_change_them(
+    window: int, heads: int, decompositions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = make_plan(PlanRequest(256, 4, num_ranks=2, num_clean_shards=2, window=window), 1)
+    made = Mock(wraps=native_launches)
+    monkeypatch.setattr(module, "native_launches", made)
+    make_schedule.__wrapped__(plan, False, Cut.CHUNKS, heads)
+    assert made.call_count == decompositions
