@@ -18,10 +18,10 @@ from flash_attn.cute import interface  # kernels/flash4.py says what to install
 from flash_attn.cute.utils import AuxData
 from torch import Tensor
 
+from megatron_bp.attention.views import ALIGNED, begin_at
+
 Options = dict[str, Any]
 """Arguments of the entry point: `causal`, window bounds, `tile_mn`."""
-ALIGNED = 16
-"""Bytes: the entry point copies inputs whose rows do not begin at multiples of this."""
 
 
 class Inputs(NamedTuple):
@@ -129,8 +129,6 @@ def _found(kind: _Kind) -> _Found:
     """What is known of a kind of call; its kernel is filled in later."""
     whole = all(0 not in shape for shape, _ in kind.layouts)
     rows = (ALIGNED // kind.dtype.itemsize,) * 4 + (1,)  # the LSE is wide, and aligned to itself
-    aligned = all(
-        stride[-1] == 1 and all(x % row == 0 for x in stride[:-1])
-        for (_, stride), row in zip(kind.layouts, rows, strict=True)
-    )
+    strides = (stride for _, stride in kind.layouts)
+    aligned = all(begin_at(*x) for x in zip(strides, rows, strict=True))
     return _Found(whole and aligned and interface._get_device_arch() // 10 == 9, [])

@@ -44,11 +44,9 @@ from megatron_bp.attention.untile import (
     write_keys,
     write_rows,
 )
-from megatron_bp.attention.views import views_of
+from megatron_bp.attention.views import ALIGNED, begin_at, views_of
 
 ARCH = 90
-ALIGNED = 16
-"""Bytes: the package copies inputs whose rows do not begin at multiples of this."""
 LONG = 8192
 """From so many keys on, the taller tile of unmasked launches (head sizes 97 to 128) gains more, 4
 percent, than rows of their own cost."""
@@ -321,14 +319,8 @@ class Flash4Rows:
 
 def _as_taken(x: Tensor) -> Tensor:
     """The tensor if it lies as kernels take it; else what the package, which asks more, makes."""
-    taken = not x.data_ptr() % ALIGNED and _fits(x.stride(), x.dtype)
+    taken = not x.data_ptr() % ALIGNED and begin_at(x.stride(), ALIGNED // x.dtype.itemsize)
     return x if taken else maybe_contiguous(x)
-
-
-@lru_cache(maxsize=1024)
-def _fits(strides: tuple[int, ...], dtype: torch.dtype) -> bool:
-    row = ALIGNED // dtype.itemsize
-    return strides[-1] == 1 and all(not stride % row for stride in strides[:-1])
 
 
 def _round(wide: Tensor, into: Tensor, scale: float, order: Order) -> None:

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from megatron_bp.attention.schedule import Runs
 
+ALIGNED = 16
+"""Bytes: FlashAttention's kernels read rows that begin at multiples of this, others are copied."""
+
 
 class View(NamedTuple):
     """A strided view that begins `offset` elements after a tensor's first."""
@@ -54,3 +57,9 @@ def problems_view(runs: Runs, shape: tuple[int, ...], strides: tuple[int, ...]) 
     outer = sample if problems == 1 else runs.step * row
     size = (problems * samples, runs.length, *shape[2:])
     return (View(size, (outer, row, *inner), runs.first * row),)
+
+
+@lru_cache(maxsize=4096)
+def begin_at(strides: tuple[int, ...], unit: int) -> bool:
+    """Whether elements lie together and everything above them begins at multiples of `unit`."""
+    return strides[-1] == 1 and all(not stride % unit for stride in strides[:-1])
