@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_bp.attention.triton_launch import Launch, ceil_div, padded_size
+from megatron_bp.attention.triton_put import put
 
 Strides = tuple[tuple[int, ...], ...]
 
@@ -143,14 +144,10 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     to = s * to_s + z * to_z + m * to_m + w
     source = x * from_x + a * from_q + z * from_z + m * from_m + w
     total = tl.load(value_ptr + source, mask=keep, other=0.0).to(tl.float32)
-    if not STORE:
-        total += tl.load(first_ptr + to, mask=keep, other=0.0).to(tl.float32)
-    tl.store(first_ptr + to, total.to(first_ptr.dtype.element_ty), mask=keep)
+    put(first_ptr + to, total, keep, STORE)
     if BOTH:
         total2 = tl.load(value2_ptr + source, mask=keep, other=0.0).to(tl.float32)
-        if not STORE:
-            total2 += tl.load(second_ptr + to, mask=keep, other=0.0).to(tl.float32)
-        tl.store(second_ptr + to, total2.to(second_ptr.dtype.element_ty), mask=keep)
+        put(second_ptr + to, total2, keep, STORE)
 
 
 def add_rows(
@@ -229,13 +226,9 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     to = (start + r).to(tl.int64) * to_s + z * to_z + m * to_m
     to = to[:, None] + w[None, :]
     keep2 = touched[:, None] & inside
-    if not STORE:
-        total += tl.load(first_ptr + to, mask=keep2, other=0.0).to(tl.float32)
-    tl.store(first_ptr + to, total.to(first_ptr.dtype.element_ty), mask=keep2)
+    put(first_ptr + to, total, keep2, STORE)
     if BOTH:
-        if not STORE:
-            total2 += tl.load(second_ptr + to, mask=keep2, other=0.0).to(tl.float32)
-        tl.store(second_ptr + to, total2.to(second_ptr.dtype.element_ty), mask=keep2)
+        put(second_ptr + to, total2, keep2, STORE)
 
 
 def sum_rows(

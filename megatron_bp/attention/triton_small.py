@@ -24,6 +24,7 @@ from megatron_bp.attention.triton_launch import (
     padded_size,
     shared_memory,
 )
+from megatron_bp.attention.triton_put import ADDS, RACES, WRITES
 from megatron_bp.attention.triton_small_kernels import backward_kernel, forward_kernel
 from megatron_bp.attention.triton_small_wide import forward_wide_kernel
 
@@ -33,8 +34,8 @@ MAX_TILE_BESIDE_FAR = 8192
 """The same for each tile of a problem with a far end: above it, two kernels spill fewer registers
 than one."""
 MAX_ROWS = 256
-ADD, WRITE, RACE = range(3)
-"""How the backward kernel puts a result: see ADDS, WRITES and RACES there."""
+ADD, WRITE, RACE = ADDS.value, WRITES.value, RACES.value
+"""How the backward kernel puts a result."""
 MEMORY = 200 * 1024
 """Bytes of shared memory that the larger row tiles of the backward are made for."""
 WHOLE_HEAD = 128

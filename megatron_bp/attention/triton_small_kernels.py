@@ -10,6 +10,8 @@ Specified by tests/attention/test_small.py (interpreted on CPU) and test_gpu_sma
 import triton
 import triton.language as tl
 
+from megatron_bp.attention.triton_put import RACES, put
+
 
 @triton.jit
 def _near_at(clean, own, c, h, split, s_k, t_k):  # type: ignore[no-untyped-def]
@@ -101,30 +103,13 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     tl.store(l_at, lse, mask=keep)
 
 
-ADDS = tl.constexpr(0)
-WRITES = tl.constexpr(1)
-RACES = tl.constexpr(2)
-"""How a result is put: added to what is there, over it, or added where others may add too."""
-
-
-@triton.jit
-def _put(at, value, keep2, HOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes a tile, or adds to it."""
-    if HOW == RACES:
-        tl.atomic_add(at, value, mask=keep2, sem="relaxed")
-    else:
-        if HOW == ADDS:
-            value += tl.load(at, mask=keep2, other=0.0).to(tl.float32)
-        tl.store(at, value.to(at.dtype.element_ty), mask=keep2)
-
-
 @triton.jit
 def _put_both(  # type: ignore[no-untyped-def]
     at, at2, value, keep, keep2, CLEAN: tl.constexpr, OWN: tl.constexpr
 ):
     """The clean and the own keys' part of a tile, to their places."""
-    _put(at, value, keep, CLEAN)
-    _put(at2, value, keep2, OWN)
+    put(at, value, keep, CLEAN)
+    put(at2, value, keep2, OWN)
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -253,15 +238,15 @@ def backward_kernel(  # type: ignore[no-untyped-def]
             p, ds = _probabilities(q, k3, v3, g, lse2, delta, seen, scale)
             dv3 += tl.dot(tl.trans(p), g)
             if TILES == 1:
-                _put(dv3_ptr + at3, dv3, there3, END)
+                put(dv3_ptr + at3, dv3, there3, END)
             dk3 += tl.dot(tl.trans(ds), q)
             if TILES == 1:
-                _put(dk3_ptr + at3, dk3 * scale, there3, END)
+                put(dk3_ptr + at3, dk3 * scale, there3, END)
             dq = tl.dot(ds, k3, dq)
-        _put(dq_ptr + (a2 * d_q + n2 * d_n + h2), dq * scale, keep2, QUERY)
+        put(dq_ptr + (a2 * d_q + n2 * d_n + h2), dq * scale, keep2, QUERY)
     if TILES > 1:
         _put_both(dv_ptr + at, dv2_ptr + at2, dv, mine, mine2, CLEAN, OWN)
         _put_both(dk_ptr + at, dk2_ptr + at2, dk * scale, mine, mine2, CLEAN, OWN)
         if FAR > 0:
-            _put(dv3_ptr + at3, dv3, there3, END)
-            _put(dk3_ptr + at3, dk3 * scale, there3, END)
+            put(dv3_ptr + at3, dv3, there3, END)
+            put(dk3_ptr + at3, dk3 * scale, there3, END)

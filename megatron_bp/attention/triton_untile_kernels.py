@@ -10,6 +10,8 @@ Specified by tests/attention/test_triton_untile.py (interpreted on CPU) and test
 import triton
 import triton.language as tl
 
+from megatron_bp.attention.triton_put import put
+
 
 @triton.jit
 def _slabs(  # type: ignore[no-untyped-def]
@@ -68,14 +70,6 @@ def _columns(SIZE: tl.constexpr, BESIDE: tl.constexpr, SWAPPED: tl.constexpr):  
     PADDED: tl.constexpr = triton.next_power_of_2(PER // UNIT) * UNIT
     i = tl.arange(0, SIZE // PER * PADDED)
     return i // PADDED * PER + i % PADDED, i % PADDED < PER
-
-
-@triton.jit
-def _put(ptr, at, total, keep, STORE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Stores or adds in the target's dtype."""
-    if not STORE:
-        total += tl.load(ptr + at, mask=keep, other=0.0).to(tl.float32)
-    tl.store(ptr + at, total.to(ptr.dtype.element_ty), mask=keep)
 
 
 @triton.jit
@@ -186,7 +180,7 @@ def rows_kernel(  # type: ignore[no-untyped-def]
         at = tl.load(starts_ptr + x + a // length, mask=inside, other=0) + a % length
     columns, there = _columns(SIZE, GROUPS // ALONG, SWAPPED)
     at = (at * to_t + z * to_z + n * to_n)[:, None] + columns[None, :]
-    _put(to_ptr, at, total * scale, inside[:, None] & there[None, :], STORE)
+    put(to_ptr + at, total * scale, inside[:, None] & there[None, :], STORE)
 
 
 @triton.jit
@@ -261,6 +255,6 @@ def keys_kernel(  # type: ignore[no-untyped-def]
     at = (at * to_s + z * to_z + m * to_m)[:, None] + columns[None, :]
     inside = inside[:, None] & there[None, :]
     if is_v == 0:
-        _put(dk_ptr, at, total * scale, inside, STORE)
+        put(dk_ptr + at, total * scale, inside, STORE)
     else:
-        _put(dv_ptr, at, total, inside, STORE)
+        put(dv_ptr + at, total, inside, STORE)
