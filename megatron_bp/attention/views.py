@@ -31,10 +31,7 @@ class View(NamedTuple):
 
 def views_of(views: Sequence[View], tensors: Sequence[Tensor]) -> list[Tensor]:
     """A view of each tensor."""
-    return [
-        x.as_strided(shape, stride, x.storage_offset() + offset)
-        for (shape, stride, offset), x in zip(views, tensors, strict=True)
-    ]
+    return [view.of(x) for view, x in zip(views, tensors, strict=True)]
 
 
 @lru_cache(maxsize=4096)

@@ -20,7 +20,6 @@ from megatron_bp.layout.traffic import (
 )
 from megatron_bp.planning.events import Lane, Op, Timeline, simulate
 from megatron_bp.planning.hardware import Hardware
-from megatron_bp.planning.host import HostTime
 from megatron_bp.planning.predict import num_checks, optimizer_seconds, run_head_seconds
 from megatron_bp.planning.simulate_layers import Layer, LayerWriter, make_layer
 from megatron_bp.planning.simulate_links import Message, all_to_all, one_to_one, ring
@@ -70,6 +69,7 @@ class _Writer:
 
     def __init__(self, scenario: Scenario, stage: int) -> None:
         self.scenario, self.stage, self.run = scenario, stage, scenario.run
+        self._host = self._gpu.host.of(self.run)
         self.program = StageProgram(scenario, stage)
         self.layers = LayerWriter(self.program, scenario.run)
         self.chunks = [self._layers(chunk) for chunk in range(scenario.run.topology.virtual)]
@@ -101,10 +101,6 @@ class _Writer:
     @property
     def _gpu(self) -> Hardware:
         return self.scenario.cluster.hardware
-
-    @property
-    def _host(self) -> HostTime:
-        return self._gpu.host.of(self.run)
 
     def _layers(self, chunk: int) -> list[Layer]:
         scenario, made, found = self.scenario, {}, []

@@ -80,10 +80,9 @@ def test_short_samples_take_what_a_pass_costs_beside_its_pairs(
     length: int, forward_ms: float, backward_ms: float
 ) -> None:
     """Eight ranks, 32/8 heads (docs/bench/attention.md, run C); seen: -3.3 to +1.4 %."""
-    kind = dense_model("8b", 1, 4096, 14336, AttentionShape(32, 8, 128), 131072).layers[0][0]
     model = dense_model("8b", 1, 4096, 14336, AttentionShape(32, 8, 128), 131072)
     run = Run(model, BatchShape(length, 32), Topology(context=8, shards=8))
-    layer = layer_time(run, kind, Cluster(H200), Schedule.OVERLAPPED)
+    layer = layer_time(run, model.layers[0][0], Cluster(H200), Schedule.OVERLAPPED)
     assert 1e3 * layer.attention_forward == pytest.approx(forward_ms, rel=0.035)
     assert 1e3 * layer.attention_backward == pytest.approx(backward_ms, rel=0.035)
 
